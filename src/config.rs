@@ -34,7 +34,8 @@ impl ModelSource {
     /// An existing path is a directory. Otherwise, a text of the form `org/name` is a hub id.
     pub fn new(name: Option<&str>) -> Self {
         let Some(name) = name else { return ModelSource::Demo };
-        let (path, id) = (expand(name), hub_id(name));
+        let path = expand(name);
+        let id = hub_id(name);
         if !path.exists() && is_hub_id(id) { ModelSource::Hub(id.into()) } else { ModelSource::Directory(path) }
     }
 }

@@ -30,7 +30,8 @@ const fn newest(log: &[u8]) -> [u8; 12] {
     if space < end {
         start = space + 1;
     }
-    let (mut commit, mut i) = ([b' '; 12], 0);
+    let mut commit = [b' '; 12];
+    let mut i = 0;
     while i < commit.len() && start + i < end && log[start + i].is_ascii_hexdigit() {
         commit[i] = log[start + i];
         i += 1;
@@ -44,7 +45,8 @@ mod tests {
 
     #[test]
     fn last_line_names_the_commit() {
-        let (old, new) = ("0123456789abcdef".repeat(2) + "01234567", "fedcba9876543210".repeat(2) + "fedcba98");
+        let old = "0123456789abcdef".repeat(2) + "01234567";
+        let new = "fedcba9876543210".repeat(2) + "fedcba98";
         let line =
             |from: &str, to: &str| format!("{from} {to} A. Body <a@b.example> 1700000000 +0100\tcommit: words\n");
         let log = line(&new, &old) + &line(&old, &new);

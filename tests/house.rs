@@ -17,6 +17,9 @@ use std::collections::{BTreeMap, BTreeSet};
 
 const MAX_LINES: usize = 600;
 
+/// How many bindings such as `let (a, b) = (x, y);` and matches on booleans there may be. May only fall.
+const MAX_PACKED_BINDINGS: usize = 26;
+
 /// A room, and the rooms that it may import from: of its own crate, and for the program also of others. A crate's name
 /// means all its rooms. Every room may import `error`.
 type ImportRule = (&'static str, &'static [&'static str]);
@@ -194,6 +197,25 @@ fn type_names_are_declared_once() {
     declared.retain(|name, paths| paths.len() > 1 && !SHARED_TYPE_NAMES.contains(&name.as_str()));
     assert!(declared.is_empty(), "{} names: {declared:#?}", declared.len());
     assert!(SHARED_TYPE_NAMES.len() <= 20);
+}
+
+/// Values are bound one by one, unless they are one thing. A `match` on a boolean is an `if`.
+#[test]
+fn values_are_bound_one_by_one() {
+    let count = |dir: String| production_files(&dir).iter().map(SourceFile::packed_bindings).sum::<usize>();
+    let found: usize = crates().into_iter().map(count).sum();
+    assert!(found <= MAX_PACKED_BINDINGS, "{found} of at most {MAX_PACKED_BINDINGS}");
+}
+
+#[test]
+fn planted_packed_bindings_are_counted() {
+    let count = |text: &str| SourceFile::new("a.rs", text.to_owned()).packed_bindings();
+    assert_eq!(count("    let (a, mut b): (u8, u8) = (1, f(2));\n"), 1);
+    assert_eq!(count("    let (a, b) = (\n        1,\n        2,\n    );\n    (a, b) = (b, a);\n"), 2);
+    assert_eq!(count("match flag {\n    true => 1,\n    false => 2,\n}\n"), 1);
+    let single =
+        "let (a, b) = f((1, 2));\nlet a = (1, 2);\nlet (a, b) = (self.pair)(1);\n(a.0)(b);\nlet _ = f(true);\n";
+    assert_eq!(count(single), 0);
 }
 
 /// The compiler does not warn about a `pub` function of a crate that no other crate calls.

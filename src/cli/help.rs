@@ -107,10 +107,7 @@ fn with_help(command: Command) -> Command {
         let negative = takes_number(&arg);
         arg.hide_env(true).allow_negative_numbers(negative)
     });
-    match after.is_empty() {
-        true => command,
-        false => command.after_help(short).after_long_help(after),
-    }
+    if after.is_empty() { command } else { command.after_help(short).after_long_help(after) }
 }
 
 #[cfg(test)]
@@ -133,7 +130,8 @@ mod tests {
         let shown = |args: &[&str]| command().try_get_matches_from(args).unwrap_err().to_string();
         let top = shown(&["moestro", "-h"]);
         assert!(top.lines().count() <= 50 && top.contains("Serve:\n  serve "), "{top}");
-        let (short, long) = (shown(&["moestro", "serve", "-h"]), shown(&["moestro", "serve", "--help"]));
+        let short = shown(&["moestro", "serve", "-h"]);
+        let long = shown(&["moestro", "serve", "--help"]);
         for text in [&top, &short, &long] {
             let widest = text.lines().max_by_key(|line| line.chars().count()).unwrap_or_default();
             assert!(widest.chars().count() <= 120, "{widest}");

@@ -324,9 +324,10 @@ pub fn hosts(text: &str) -> Result<String, String> {
         let version6 = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
         name || version6.is_some_and(|host| host.parse::<std::net::Ipv6Addr>().is_ok())
     };
-    match text.split(',').all(fits) {
-        true => Ok(text.into()),
-        false => Err("it must be names such as box.lan, without scheme or port".into()),
+    if text.split(',').all(fits) {
+        Ok(text.into())
+    } else {
+        Err("it must be names such as box.lan, without scheme or port".into())
     }
 }
 

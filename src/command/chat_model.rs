@@ -33,7 +33,8 @@ impl ChatModel {
     pub fn open(config: &GenerateConfig, remote: &RemoteArgs, settings: &Settings) -> Result<Self, CommandError> {
         let loading = loading_flags();
         if !settings.rows.iter().any(|row| row.from == "command line" && loading.contains(&row.flag)) {
-            let (server, id) = (RemoteServer::new(remote), local_models::id(&config.model, settings));
+            let server = RemoteServer::new(remote);
+            let id = local_models::id(&config.model, settings);
             match server.has_model(&id) {
                 Ok(true) => return Ok(Self::Remote(RemoteModel::new(server, id))),
                 Ok(false) => {}
@@ -125,7 +126,8 @@ mod tests {
         let command = help::command();
         let run = command.find_subcommand("run").unwrap();
         let settings = run.get_arguments().filter(|arg| arg.get_env().is_some()).filter_map(Arg::get_long);
-        let (mut loading, mut expected) = (loading_flags(), settings.collect::<Vec<_>>());
+        let mut loading = loading_flags();
+        let mut expected = settings.collect::<Vec<_>>();
         expected.retain(|flag| !OTHER.contains(flag));
         loading.sort_unstable();
         expected.sort_unstable();

@@ -42,7 +42,8 @@ impl ChatSettings {
     /// The setting is unknown or the value is wrong. In this case nothing changes.
     pub fn set(&mut self, command: &str) -> Result<String, String> {
         let (name, value) = command.split_once(char::is_whitespace).unwrap_or((command, ""));
-        let (value, options) = (value.trim(), &mut self.answer_options);
+        let value = value.trim();
+        let options = &mut self.answer_options;
         match name {
             "" => {}
             "temp" => options.sampling.temperature = number(name, value, 0.0, 2.0)?,

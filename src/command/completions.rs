@@ -57,10 +57,9 @@ fn with_models_in_zsh(script: &str) -> String {
         let line = line.trim_start();
         ["'::model -- ", "'-m+[", "'--model=["].iter().any(|start| line.starts_with(start))
     };
-    let lines = script.lines().map(|line| match is_model(line) {
-        true => line.replace(":_default'", ":_moestro_models'"),
-        false => line.to_owned(),
-    });
+    let lines = script
+        .lines()
+        .map(|line| if is_model(line) { line.replace(":_default'", ":_moestro_models'") } else { line.to_owned() });
     let text = lines.collect::<Vec<_>>().join("\n");
     // The line `#compdef moestro` must stay the first line.
     match text.split_once('\n') {

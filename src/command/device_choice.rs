@@ -129,7 +129,8 @@ fn objections<D: Driver>(gpu: CommandQueue<D>) -> (Option<String>, CommandQueue<
     let names: Vec<&str> = wrong.iter().map(|finding| finding.name.as_str()).collect();
     let told =
         wrong.iter().find_map(|finding| Some(format!("; {}: {}", finding.name, finding.outcome.as_ref().err()?)));
-    let (names, told) = (names.join(", "), told.unwrap_or_default());
+    let names = names.join(", ");
+    let told = told.unwrap_or_default();
     (Some(format!("{name}: these fail or do not agree with the CPU: {names}{told}")), gpu)
 }
 

@@ -80,9 +80,10 @@ pub fn run(args: &cli::LaunchArgs, settings: &Settings) -> Result<(), CommandErr
 fn find_program(args: &cli::LaunchArgs) -> Result<(), CommandError> {
     let AgentSetup { program, install, .. } = AgentTarget::default().setup(args.agent, Path::new(""));
     let dirs = env::var_os("PATH").unwrap_or_default();
-    match env::split_paths(&dirs).any(|dir| dir.join(program).is_file()) {
-        true => Ok(()),
-        false => Err(usage(&format!("{program} is not installed; install it with `{install}`"))),
+    if env::split_paths(&dirs).any(|dir| dir.join(program).is_file()) {
+        Ok(())
+    } else {
+        Err(usage(&format!("{program} is not installed; install it with `{install}`")))
     }
 }
 

@@ -91,10 +91,7 @@ struct OneLine<'a>(&'a dyn Debug);
 impl fmt::Display for OneLine<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for c in format!("{:?}", self.0).chars() {
-            match c.is_control() {
-                true => write!(f, "{}", c.escape_default())?,
-                false => f.write_char(c)?,
-            }
+            if c.is_control() { write!(f, "{}", c.escape_default())? } else { f.write_char(c)? }
         }
         Ok(())
     }

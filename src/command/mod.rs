@@ -62,10 +62,7 @@ use std::{
 
 /// Prints a report as text or as one JSON object. A closed stdout is not an error.
 pub fn show(report: &(impl Display + Serialize), json: bool) {
-    let text = match json {
-        true => serde_json::to_string_pretty(report).unwrap_or_default() + "\n",
-        false => report.to_string(),
-    };
+    let text = if json { serde_json::to_string_pretty(report).unwrap_or_default() + "\n" } else { report.to_string() };
     let _ = io::stdout().write_all(text.as_bytes());
 }
 
@@ -186,9 +183,10 @@ fn describe_plan(plan: &Value) -> String {
 }
 
 fn describe_residency(share: f64) -> String {
-    match share < 1.0 {
-        true => format!("{:.0} % of the experts in memory", share * 100.0),
-        false => "all experts in memory".into(),
+    if share < 1.0 {
+        format!("{:.0} % of the experts in memory", share * 100.0)
+    } else {
+        "all experts in memory".into()
     }
 }
 
@@ -410,7 +408,8 @@ fn plan_line(plan: &Plan) -> String {
     let parts = parts.iter().filter(|(_, bytes)| *bytes > 0).map(|(name, bytes)| format!("{name} {}", Size(*bytes)));
     let parts: Vec<String> = parts.collect();
     let residency = describe_residency(plan.residency);
-    let (total, limit) = (Size(plan.total()), Size(plan.limit));
+    let total = Size(plan.total());
+    let limit = Size(plan.limit);
     format!("{total} of {limit}: {}; {residency}, context {} tokens", parts.join(", "), plan.context)
 }
 

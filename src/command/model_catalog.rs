@@ -146,7 +146,8 @@ impl ModelCatalog {
         if let ModelSource::Directory(dir) = &config.model
             && !all.iter().any(|entry| entry.id == id)
         {
-            let (source, dir) = (config.model.clone(), Some(dir.clone()));
+            let source = config.model.clone();
+            let dir = Some(dir.clone());
             all.insert(0, CatalogEntry { id, source, origin: Origin::Configuration, dir });
         }
         all
@@ -292,7 +293,9 @@ fn storage(config: &ServeConfig, checkpoint: &CheckpointMeta, loaded: &super::Re
         tracing::warn!("cannot identify the model's files or this program; running without the prompt cache on disk");
         return None;
     };
-    let (version, device, model) = (env!("CARGO_PKG_VERSION"), loaded.device, loaded.model.config());
+    let version = env!("CARGO_PKG_VERSION");
+    let device = loaded.device;
+    let model = loaded.model.config();
     let key = format!("{version} {program:?} {device} {model:?} {:?} {identity}", config.load.flags.kv_bits);
     Some(DiskCacheOptions { dir, limit: config.prompt_cache_disk, key })
 }

@@ -43,13 +43,15 @@ fn write(args: &cli::tool_args::PackArgs, dir: &Path, found: &CheckpointInfo) ->
     let seconds = begin.elapsed().as_secs_f64();
     if rows > 0 {
         let count: u64 = found.tables.iter().map(|table| table.rows).sum();
-        let (out, size) = (out.display(), Size(rows));
+        let out = out.display();
+        let size = Size(rows);
         println!("{out}: {count} rows of the n-gram table, {size}, written and verified");
     } else if !summary.written {
         println!("{}: the pack is up to date", out.display());
     }
     if summary.written {
-        let (out, size) = (out.display(), Size(summary.bytes));
+        let out = out.display();
+        let size = Size(summary.bytes);
         println!("{out}: {} experts, {size}, written and verified in {seconds:.1} s", summary.experts);
     }
     Ok(())
@@ -71,7 +73,8 @@ fn verify(args: &cli::tool_args::PackArgs, dir: &Path, found: &CheckpointInfo) -
         let compared = pack::verify(&pack, map, files, &|bytes| bar.inc(bytes));
         bar.finish_and_clear();
         let compared = compared.and_then(|experts| Ok((experts, pack::verify_rows(&pack, &found.tables, &|_| ())?)));
-        let ((experts, rows), seconds) = (compared?, begin.elapsed().as_secs_f64());
+        let (experts, rows) = compared?;
+        let seconds = begin.elapsed().as_secs_f64();
         if rows > 0 {
             println!("{}: {rows} rows of the n-gram table are identical to the checkpoint", pack.display());
         }

@@ -20,7 +20,8 @@ fn report(health: &Value) -> String {
         };
     };
     let size = |bytes: &Value| bytes.as_u64().map_or("?".into(), |bytes| Size(bytes).to_string());
-    let (plan, requests) = (&health["plan"], &health["requests"]);
+    let plan = &health["plan"];
+    let requests = &health["requests"];
     let row = [
         model.to_owned(),
         health["quantization"].as_str().unwrap_or("?").split(',').next().unwrap_or_default().to_owned(),

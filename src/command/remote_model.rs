@@ -36,7 +36,8 @@ impl RemoteModel {
         stop: impl Future<Output = ()>,
     ) -> Result<TerminalAnswer, CommandError> {
         let (sender, mut events) = mpsc::unbounded_channel::<Result<Value, CommandError>>();
-        let (server, body) = (self.server.clone(), self.body(messages, options));
+        let server = self.server.clone();
+        let body = self.body(messages, options);
         // The answer is read in a separate thread, because the read may still wait for an event after the answer was
         // interrupted.
         let reader = thread::Builder::new().name("answer".into()).spawn(move || {
@@ -46,8 +47,11 @@ impl RemoteModel {
             }
         });
         reader.map_err(CommandError::io("starting a thread"))?;
-        let (mut printer, begin) = (AnswerPrinter::new(), Instant::now());
-        let (mut timings, mut is_cut, mut first) = (Timings::default(), false, None);
+        let mut printer = AnswerPrinter::new();
+        let begin = Instant::now();
+        let mut timings = Timings::default();
+        let mut is_cut = false;
+        let mut first = None;
         let mut stop = std::pin::pin!(stop);
         loop {
             let event = tokio::select! {

@@ -52,6 +52,7 @@ pub fn remove(args: &cli::RmArgs, settings: &Settings) -> Result<(), CommandErro
 /// True if `dir` is in `home` after the links in the parent directories of `dir` are resolved.
 fn is_inside(dir: &Path, home: Option<PathBuf>) -> bool {
     let real = |path: &Path| path.canonicalize().ok();
-    let (parent, home) = (dir.parent().and_then(real), home.as_deref().and_then(real));
+    let parent = dir.parent().and_then(real);
+    let home = home.as_deref().and_then(real);
     parent.zip(home).is_some_and(|(parent, home)| parent.starts_with(home))
 }

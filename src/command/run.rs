@@ -95,7 +95,8 @@ impl ChatSession {
             println!("{}", printable(&model.describe()));
         }
         println!("/help shows the commands");
-        let (mut input, mut twice) = (LineEditor::new(completions())?, false);
+        let mut input = LineEditor::new(completions())?;
+        let mut twice = false;
         loop {
             let text = match input.read()? {
                 LineEvent::Text(text) => text,
@@ -165,7 +166,9 @@ impl ChatSession {
             "load" if rest.is_empty() => usage("name a file: /load FILE"),
             "load" => {
                 let (system, messages) = conversation_file::load(rest.as_ref())?;
-                (self.settings.system, self.messages, self.file) = (system, messages, Some(rest.into()));
+                self.settings.system = system;
+                self.messages = messages;
+                self.file = Some(rest.into());
                 Ok(format!("loaded {} messages", self.messages.len()))
             }
             "model" if rest.is_empty() => {

@@ -196,7 +196,8 @@ async fn drain(
 /// The line that announces the open port. The line is JSON for programs, and a sentence on a terminal.
 fn ready_line(model: &str, address: SocketAddr, plan: &Value) -> String {
     if !io::stdout().is_terminal() {
-        let (port, device) = (address.port(), &plan["device"]);
+        let port = address.port();
+        let device = &plan["device"];
         return json!({"event": "ready", "port": port, "model": model, "device": device, "plan": plan}).to_string();
     }
     let plan = super::describe_plan(plan);

@@ -199,9 +199,10 @@ impl ConfigFile {
         let added = settings_of(&command, subcommand).filter_map(|arg| {
             let flag = arg.get_long()?;
             let value = own(flag).filter(|_| !is_in_environment(arg.get_id().as_str()))?;
-            match arg.get_action().takes_values() {
-                true => Some(OsString::from(format!("--{flag}={value}"))),
-                false => (value == "true").then(|| OsString::from(format!("--{flag}"))),
+            if arg.get_action().takes_values() {
+                Some(OsString::from(format!("--{flag}={value}")))
+            } else {
+                (value == "true").then(|| OsString::from(format!("--{flag}")))
             }
         });
         let at = args.iter().skip(1).position(|arg| arg == subcommand).map_or(args.len(), |at| at + 2);
@@ -220,7 +221,8 @@ impl ConfigFile {
     fn rows(&self, subcommand: &str, given: &ArgMatches, matches: &ArgMatches, model: Option<&str>) -> Vec<SettingRow> {
         let command = help::command();
         let rows = settings_of(&command, subcommand).filter_map(|arg| {
-            let (id, flag) = (arg.get_id().as_str(), arg.get_long()?);
+            let id = arg.get_id().as_str();
+            let flag = arg.get_long()?;
             let raw = matches.try_get_raw(id).ok().flatten();
             let value = raw.and_then(|mut values| values.next()).map(|value| value.to_string_lossy().into_owned());
             let value = if arg.is_hide_env_values_set() { value.map(|_| "(hidden)".into()) } else { value };
@@ -291,7 +293,8 @@ fn read_file(path: &Path) -> io::Result<String> {
 fn toml_error(text: &str, error: &toml::de::Error) -> String {
     let at = error.span().map_or(0, |span| span.start);
     let before = text.get(..at).unwrap_or_default();
-    let (line, start) = (before.matches('\n').count() + 1, before.rfind('\n').map_or(0, |at| at + 1));
+    let line = before.matches('\n').count() + 1;
+    let start = before.rfind('\n').map_or(0, |at| at + 1);
     format!("line {line}, column {}: {}", before[start..].chars().count() + 1, error.message())
 }
 

@@ -261,7 +261,8 @@ fn has_flag(command: &Command, flag: &str) -> bool {
         Some(name) => command.get_arguments().any(|arg| is_long(arg, name)),
         None => {
             let mut letters = flag.chars().skip(1);
-            let (letter, rest) = (letters.next(), letters.next());
+            let letter = letters.next();
+            let rest = letters.next();
             rest.is_none() && command.get_arguments().any(|arg| arg.get_short() == letter)
         }
     }

@@ -33,7 +33,8 @@ pub async fn health(State(state): State<Arc<ServerState>>, request: Request) -> 
     }
     // No model is in memory, but a request would load a model.
     let Some(model) = state.models.model() else {
-        let (version, next) = (env!("CARGO_PKG_VERSION"), state.models.current_id());
+        let version = env!("CARGO_PKG_VERSION");
+        let next = state.models.current_id();
         let mut body = json!({"status": "ok", "model": null, "next": next, "version": version});
         let Some(why) = state.models.load_failure() else { return Json(body).into_response() };
         body["status"] = "degraded".into();
@@ -105,9 +106,10 @@ pub async fn clear_prompt_cache(State(state): State<Arc<ServerState>>) -> Result
 /// Metrics in the Prometheus format, or in OpenMetrics if the client accepts it.
 pub async fn metrics(State(state): State<Arc<ServerState>>, headers: HeaderMap) -> Response {
     let accepts = headers.get(header::ACCEPT).and_then(|accept| accept.to_str().ok()).unwrap_or_default();
-    let (content_type, text) = match accepts.contains("application/openmetrics-text") {
-        true => (metrics::OPENMETRICS, state.metrics.render_openmetrics()),
-        false => (metrics::PROMETHEUS, state.metrics.render()),
+    let (content_type, text) = if accepts.contains("application/openmetrics-text") {
+        (metrics::OPENMETRICS, state.metrics.render_openmetrics())
+    } else {
+        (metrics::PROMETHEUS, state.metrics.render())
     };
     ([(header::CONTENT_TYPE, content_type)], text).into_response()
 }
@@ -117,9 +119,10 @@ pub async fn metrics(State(state): State<Arc<ServerState>>, headers: HeaderMap) 
 pub async fn unload(State(state): State<Arc<ServerState>>, body: Body) -> Result<Json<Value>, ApiError> {
     let (request, _permit) = body::json::<UnloadRequest>(&state, body).await?;
     let id = state.models.find(&request.model).await;
-    match id.is_some_and(|id| state.models.unload(&id)) {
-        true => Ok(Json(json!({"success": true}))),
-        false => Err(ApiError::not_in_memory(&request.model, state.models.loaded_id().as_deref())),
+    if id.is_some_and(|id| state.models.unload(&id)) {
+        Ok(Json(json!({"success": true})))
+    } else {
+        Err(ApiError::not_in_memory(&request.model, state.models.loaded_id().as_deref()))
     }
 }
 

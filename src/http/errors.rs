@@ -140,9 +140,10 @@ impl ApiError {
     }
 
     fn prompt_over_context(prompt: usize, context: usize) -> Self {
-        let (limit, scope) = match prompt == context {
-            true => (context.saturating_sub(1), ", and an answer needs at least one of them"),
-            false => (context, ""),
+        let (limit, scope) = if prompt == context {
+            (context.saturating_sub(1), ", and an answer needs at least one of them")
+        } else {
+            (context, "")
         };
         Self::prompt_too_long([prompt, limit], &format!("{context} tokens{scope}"), "--ctx-size.")
     }
@@ -333,7 +334,8 @@ impl From<EngineError> for ApiError {
             EngineError::QueueFull { retry_seconds } => {
                 let message = "Too many requests are waiting. Try again, or start the server with a larger --max-queue \
                                or --memory-limit.";
-                let (status, kind) = (StatusCode::TOO_MANY_REQUESTS, "rate_limit_error");
+                let status = StatusCode::TOO_MANY_REQUESTS;
+                let kind = "rate_limit_error";
                 Self::new(status, kind, Some(QUEUE_FULL), message).retry_after(retry_seconds)
             }
             EngineError::Draining => Self::unavailable("shutting_down", "The server is shutting down."),
@@ -372,7 +374,8 @@ fn bounded(text: String) -> String {
         return text;
     }
     let boundary = |from: usize| (from..).find(|&at| text.is_char_boundary(at)).unwrap_or(text.len());
-    let (start, end) = (boundary(MAX_BYTES / 2), boundary(text.len() - MAX_BYTES / 4));
+    let start = boundary(MAX_BYTES / 2);
+    let end = boundary(text.len() - MAX_BYTES / 4);
     [&text[..start], " ... ", &text[end..]].concat()
 }
 
@@ -462,7 +465,8 @@ mod tests {
             "/tmp/two\nlines/m\n",
         ] {
             for name in ["model.safetensors", "O'Neil, 1): \u{fc}.bin"] {
-                let (path, why) = (Path::new(dir).join(name), || "why".to_owned());
+                let path = Path::new(dir).join(name);
+                let why = || "why".to_owned();
                 let unreadable = || io::Error::from(io::ErrorKind::UnexpectedEof);
                 let file = |path: &Path| path.to_owned();
                 let store = [

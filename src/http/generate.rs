@@ -55,8 +55,11 @@ impl Generator {
         let client = request.common.client(&log);
         let bytes = permit.bytes() + renderer.held_bytes();
         let lease = state.lease(request.model(), QueueShare { client, bytes }).await?;
-        let (streams, must_wait) = (request.streams(), lease.must_wait());
-        let (request_log, urls, held_bytes) = (log.clone(), state.image_urls.clone(), renderer.held_bytes());
+        let streams = request.streams();
+        let must_wait = lease.must_wait();
+        let request_log = log.clone();
+        let urls = state.image_urls.clone();
+        let held_bytes = renderer.held_bytes();
         let ready = async move {
             let model = lease.wait().await?;
             let mut choices = request.prepare(&model, &urls, &request_log, permit).await?;
@@ -75,9 +78,10 @@ impl Generator {
         let (model, choices, first) = ready.await?;
         renderer.prepare(&model, &choices);
         drop(model);
-        match streams {
-            true => Ok(renderer::stream(choices, first, renderer)),
-            false => renderer::body(choices, first, renderer).await,
+        if streams {
+            Ok(renderer::stream(choices, first, renderer))
+        } else {
+            renderer::body(choices, first, renderer).await
         }
     }
 }

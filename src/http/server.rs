@@ -139,12 +139,12 @@ pub async fn serve(
 }
 
 fn cors(state: &ServerState) -> CorsLayer {
-    let (policy, configured) = (state.origins.clone(), state.cors.clone());
-    let origins = match configured.as_ref().is_some_and(|origin| origin == "*") {
-        true => AllowOrigin::any(),
-        false => AllowOrigin::predicate(move |origin, _| {
-            configured.as_ref() == Some(origin) || policy.allows_reading(origin)
-        }),
+    let policy = state.origins.clone();
+    let configured = state.cors.clone();
+    let origins = if configured.as_ref().is_some_and(|origin| origin == "*") {
+        AllowOrigin::any()
+    } else {
+        AllowOrigin::predicate(move |origin, _| configured.as_ref() == Some(origin) || policy.allows_reading(origin))
     };
     CorsLayer::new()
         .allow_origin(origins)

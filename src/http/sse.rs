@@ -173,7 +173,8 @@ mod tests {
             frames.done();
         };
         let mut body = SseBody::new(StreamFormat::Events, write, Duration::from_millis(20));
-        let (mut text, mut release) = (String::new(), Some(release));
+        let mut text = String::new();
+        let mut release = Some(release);
         while let Some(chunk) = body.next().await {
             text += std::str::from_utf8(&chunk.unwrap()).unwrap();
             if text.matches(COMMENT).count() == 2

@@ -99,7 +99,8 @@ fn plist(service: &Service, domain: LaunchdDomain) -> Dictionary {
 
 /// The steps of an action, in order. `succeeds` runs a command and returns true if it succeeds.
 pub fn steps(service: &Service, action: ServiceCommand, succeeds: &dyn Fn(&[OsString]) -> bool) -> Vec<ServiceStep> {
-    let (file, user) = (file(service), service.user);
+    let file = file(service);
+    let user = service.user;
     // `bootout` returns before the process has ended. The label stays in use until the process has ended.
     let stop =
         [LaunchdDomain::Gui, LaunchdDomain::User].map(|domain| domain.target(user)).into_iter().flat_map(|old| {

@@ -39,15 +39,18 @@ pub fn run(args: cli::tool_args::BenchArgs) -> Result<(), CommandError> {
         return quality::run(&dir, &load, &prompt, args.gen_tokens, args.json);
     }
     if let Some(draft_model) = args.draft_model {
-        let (num_draft_tokens, speculation) = (args.num_draft_tokens, args.speculation);
+        let num_draft_tokens = args.num_draft_tokens;
+        let speculation = args.speculation;
         let drafts = cli::model_args::DraftArgs { draft_model, num_draft_tokens, speculation };
         let load = LoadSettings { drafts: Some(drafts), ..load };
         return drafts::run(&dir, &load, &prompt, args.gen_tokens, args.repeat, args.json);
     }
-    let (options, needed) = (options(&load), args.prompt_tokens + args.gen_tokens);
+    let options = options(&load);
+    let needed = args.prompt_tokens + args.gen_tokens;
     let metrics = Metrics::new(env!("CARGO_PKG_VERSION"), "cpu");
     let (sessions, runs_each) = if args.cold { (args.repeat, 1) } else { (1, args.repeat) };
-    let (mut runs, mut setup) = (Vec::new(), None);
+    let mut runs = Vec::new();
+    let mut setup = None;
     for _ in 0..sessions {
         let mut model = load_model(&dir, &load, options.clone(), needed, &metrics)?;
         setup = Some(BenchSetup::new(device_choice::name(&model), &model, &load));
@@ -67,7 +70,8 @@ pub fn run(args: cli::tool_args::BenchArgs) -> Result<(), CommandError> {
         _ => config::name(&dir),
     };
     let Some(setup) = setup else { return Ok(()) };
-    let (median, peak_memory) = (median_run(&runs), os::peak_resident_memory());
+    let median = median_run(&runs);
+    let peak_memory = os::peak_resident_memory();
     show(&BenchReport { model, setup, cold: args.cold, runs, median, peak_memory }, args.json);
     Ok(())
 }

@@ -101,7 +101,8 @@ pub fn examine(
             let begin = Instant::now();
             let (mut kernels, mut gpu) = check::kernels(gpu);
             let check_seconds = begin.elapsed().as_secs_f64();
-            let (name, working_set) = (gpu.driver.name(), gpu.driver.working_set());
+            let name = gpu.driver.name();
+            let working_set = gpu.driver.working_set();
             kernels.extend(gpu::long_buffer(&mut gpu));
             let times = gpu::times(&mut gpu).ok();
             answers.push(demo.on_gpu(gpu)?);

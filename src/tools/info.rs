@@ -73,7 +73,8 @@ pub fn run(args: cli::tool_args::InfoArgs) -> Result<(), CommandError> {
     let tokenizer = Tokenizer::load(&dir);
     let chosen = DeviceChoice::new(&load)?;
     let drafts = draft_source::DraftSource::new(&load, &dir, tokenizer.as_ref().ok())?;
-    let (draft, drafter) = (drafts.shape(), drafts.drafter());
+    let draft = drafts.shape();
+    let drafter = drafts.drafter();
     let options = model::LoadOptions { gpu: chosen.working_set(), draft, drafter, ..options(&load) };
     let limits = MachineLimits::here(options.gpu);
     drop(tokenizer);
@@ -165,7 +166,8 @@ impl fmt::Display for InfoReport {
         if shape.layers > 0 {
             let experts = format!("{} layers x {} experts", shape.layers, shape.experts);
             writeln!(f, "  one expert      {:>10}  {experts}", Size(shape.expert).to_string())?;
-            let (used, trained) = (shape.experts_per_token, self.trained_experts_per_token);
+            let used = shape.experts_per_token;
+            let trained = self.trained_experts_per_token;
             let fewer = if used < trained { format!(" (trained with {trained})") } else { String::new() };
             writeln!(f, "  experts/token   {used:>10}{fewer}")?;
         }
@@ -201,7 +203,8 @@ impl InfoReport {
             LimitSource::Fallback => "assumed",
         };
         let device = self.device;
-        let (limit, share) = (Size(plan.limit), 100.0 * plan.overcommit);
+        let limit = Size(plan.limit);
+        let share = 100.0 * plan.overcommit;
         writeln!(f, "plan: {strategy} on the {device}, {limit} ({from}); the whole model needs {share:.0} % of it")?;
         let mut line = |what: &str, bytes: u64, note: String| {
             writeln!(f, "  {}", format!("{what:<15} {:>10}  {note}", Size(bytes).to_string()).trim_end())
@@ -301,7 +304,8 @@ mod tests {
         let mut plan: Plan = demo_plan();
         let speed = |rate: f64| 4.0 + 20.0 * rate;
         assert_eq!(verdict(Some(&plan), speed), "Fits in memory. About 24 tok/s.");
-        (plan.strategy, plan.residency) = (Strategy::Streaming, 0.25);
+        plan.strategy = Strategy::Streaming;
+        plan.residency = 0.25;
         let text = "25 % of the experts fit in memory, the others are read from the SSD. About 17 to 20 tok/s.";
         assert_eq!(verdict(Some(&plan), speed), text);
         assert_eq!(verdict(None, speed), "Does not fit in memory.");

@@ -84,7 +84,8 @@ impl DeviceFigures {
     /// on the bytes read. If `streams` is true, each layer also waits for the router's choice.
     pub fn apply(&self, measured: Measurements, streams: bool) -> (Measurements, Overhead) {
         let Overhead { layer, token } = self.overhead.unwrap_or_default();
-        let (memory, compute) = (self.matrix_rate, self.matrix_rate);
+        let memory = self.matrix_rate;
+        let compute = self.matrix_rate;
         let bandwidth = Bandwidth { memory, compute, ..measured.bandwidth };
         let layer = layer + if streams { self.wait } else { 0.0 };
         (Measurements { bandwidth, kernels: KernelRate::Reported, ..measured }, Overhead { layer, token })
@@ -100,19 +101,22 @@ impl fmt::Display for MachineReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { unpacked, packed, device, runs } = self;
         writeln!(f, "\nmemory")?;
-        let (memory, threads) = (unpacked.bandwidth.memory / 1e9, unpacked.threads);
+        let memory = unpacked.bandwidth.memory / 1e9;
+        let threads = unpacked.threads;
         writeln!(f, "  {memory:>7.1} GB/s  read by {threads} threads of the CPU")?;
         writeln!(f, "  {:>7.1} GB/s  of a 4-bit matrix, by the {}", device.matrix_rate / 1e9, device.kind)?;
         writeln!(f, "\ndisk, experts of 1.8 MB")?;
         for (name, measured) in [("checkpoint", unpacked), ("pack", packed)] {
             let how = if measured.direct { "past" } else { "through" };
-            let (rate, latency) = (measured.bandwidth.disk / 1e9, measured.bandwidth.latency * 1e3);
+            let rate = measured.bandwidth.disk / 1e9;
+            let latency = measured.bandwidth.latency * 1e3;
             writeln!(f, "  {rate:>7.2} GB/s  {latency:>6.2} ms for one expert  {name}, {how} the page cache")?;
         }
         writeln!(f, "\n   prompt/s  decode/s  hit % stall %  cores  like 35b")?;
         for run in runs {
             let [hits, stall] = [run.hit_rate, run.stall_share].map(|share| 100.0 * share);
-            let (prompt, decode) = (run.prompt_tokens_per_second, run.tokens_per_second);
+            let prompt = run.prompt_tokens_per_second;
+            let decode = run.tokens_per_second;
             writeln!(f, "  {prompt:>9.1} {decode:>9.1} {hits:>6.1} {stall:>7.1} {:>6.1}  {}", run.cores, run.what)?;
         }
         if let Some(Overhead { layer, token }) = device.overhead {

@@ -90,7 +90,8 @@ fn measure_reads(found: &CheckpointInfo, store: &StoreOptions) -> Result<ReadSpe
     let store = ExpertStore::open(found.files.clone(), found.experts.clone(), options, metrics)?;
     let direct = store.access() == Access::Direct;
     let read = |walk: &mut ExpertWalk, experts: usize, most: usize, budget: Duration| -> Result<_, StoreError> {
-        let (begin, mut count) = (Instant::now(), 0);
+        let begin = Instant::now();
+        let mut count = 0;
         while count < most && (count == 0 || begin.elapsed() < budget) {
             let Some((layer, ids)) = walk.next(experts) else { break };
             let choice = ExpertChoice { ids: &ids, k: ids.len(), logits: &[] };
@@ -107,10 +108,7 @@ fn measure_reads(found: &CheckpointInfo, store: &StoreOptions) -> Result<ReadSpe
     let from = walk.clone();
     let (route, count) = read(&mut walk, k, usize::MAX, Duration::from_millis(450))?;
     let rate = |seconds: f64| k as f64 * found.shape.expert as f64 / seconds;
-    let cache = match direct {
-        true => f64::INFINITY,
-        false => rate(read(&mut { from }, k, count, Duration::from_millis(450))?.0),
-    };
+    let cache = if direct { f64::INFINITY } else { rate(read(&mut { from }, k, count, Duration::from_millis(450))?.0) };
     Ok(ReadSpeed { rate: rate(route), latency, direct, cache })
 }
 

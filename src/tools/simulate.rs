@@ -36,7 +36,8 @@ pub fn run(args: cli::tool_args::InfoArgs, name: &str) -> Result<(), CommandErro
         return Err(CommandError::Usage(format!("unknown machine {name} for --machine; known are all, {known}")));
     }
     let load = LoadSettings::new(args.load).map_err(CommandError::Usage)?;
-    let (parallel, prompt_cache) = (args.parallel.parallel, args.cache.prompt_cache);
+    let parallel = args.parallel.parallel;
+    let prompt_cache = args.cache.prompt_cache;
     let load = LoadSettings { parallel, prompt_cache, serving: true, ..load };
     let options = model::LoadOptions { gpu: Some(GPU), ..options(&load) };
     let (model, shape) = match (&args.like, &args.model.model) {

@@ -89,11 +89,16 @@ pub fn write(out: &Path, options: &SynthOptions, progress: OnBytes<'_>) -> Resul
 /// # Errors
 /// The file system fails.
 pub fn outline(dir: &Path, dimensions: Dimensions) -> Result<(), StoreError> {
-    let (seed, router_skew, shard, threads) = (0, 0.0, u64::MAX, 1);
+    let seed = 0;
+    let router_skew = 0.0;
+    let shard = u64::MAX;
+    let threads = 1;
     // A model with an n-gram table needs an end-of-sequence token, which separates texts.
-    let (eos_token_ids, extras) = (vec![0], Vec::new());
+    let eos_token_ids = vec![0];
+    let extras = Vec::new();
     let options = SynthOptions { dimensions, seed, router_skew, shard, threads, eos_token_ids, extras };
-    let (weights, config) = (dir.join("model.safetensors"), dir.join("config.json"));
+    let weights = dir.join("model.safetensors");
+    let config = dir.join("config.json");
     let tensors = layout::tensors(&options);
     let header = layout::header(&tensors);
     let bytes = tensors.iter().map(SynthTensor::bytes).sum::<u64>() + header.len() as u64;

@@ -127,6 +127,25 @@ impl SourceFile {
         found
     }
 
+    /// Number of tuples that bind or assign several values in one statement, and of matches on booleans.
+    pub fn packed_bindings(&self) -> usize {
+        let is_packed = |statement: &str| {
+            let Some((pattern, value)) = statement.split_once(" = (") else { return false };
+            let pattern = pattern.strip_prefix("let ").unwrap_or(pattern);
+            pattern.starts_with('(') && closing_parenthesis(value) == Some(value.len() - 1)
+        };
+        let mut count = self.code.lines().filter(|line| line.trim_start().starts_with("true =>")).count();
+        let mut at = 0;
+        for line in self.code.split_inclusive('\n') {
+            let rest = self.code[at..].trim_start();
+            at += line.len();
+            if rest.starts_with("let (") || rest.starts_with('(') && line.trim_start().starts_with('(') {
+                count += usize::from(rest.split(';').next().is_some_and(is_packed));
+            }
+        }
+        count
+    }
+
     /// Names of functions that other crates may call.
     pub fn public_functions(&self) -> Vec<String> {
         let name = |line: &str| {
@@ -382,6 +401,19 @@ fn expand_use_tree(tree: &str, prefix: &[String], found: &mut Vec<(Vec<String>, 
 
 fn split_path(path: &str) -> Vec<String> {
     path.split("::").map(str::trim).filter(|part| !part.is_empty()).map(str::to_owned).collect()
+}
+
+/// Position of the parenthesis that closes one which was already read.
+fn closing_parenthesis(text: &str) -> Option<usize> {
+    let mut depth = 1;
+    text.char_indices().find_map(|(at, c)| {
+        match c {
+            '(' => depth += 1,
+            ')' => depth -= 1,
+            _ => {}
+        }
+        (depth == 0).then_some(at)
+    })
 }
 
 /// The rest of `text` after the `>` that closes generics whose `<` was already read.

@@ -64,7 +64,9 @@ mod tests {
     use proptest::prelude::*;
 
     fn decode_in_pieces(bytes: &[u8], pieces: &[usize]) -> String {
-        let (mut text, mut pending, mut rest) = (String::new(), Vec::new(), bytes);
+        let mut text = String::new();
+        let mut pending = Vec::new();
+        let mut rest = bytes;
         for piece in pieces {
             let (now, later) = rest.split_at((*piece).min(rest.len()));
             Decoder::append(&mut text, &mut pending, now);
@@ -92,7 +94,8 @@ mod tests {
 
     #[test]
     fn character_waits_for_its_last_byte() {
-        let (mut text, mut pending) = (String::new(), Vec::new());
+        let mut text = String::new();
+        let mut pending = Vec::new();
         Decoder::append(&mut text, &mut pending, b"a\xf0\x9f");
         assert_eq!(text, "a");
         Decoder::append(&mut text, &mut pending, b"\x98\x80b");

@@ -32,7 +32,9 @@ pub fn is_integer(text: &str) -> Option<bool> {
 /// number.
 pub fn quote_huge(json: &str) -> Cow<'_, str> {
     let bytes = json.as_bytes();
-    let (mut out, mut copied, mut at) = (String::new(), 0, 0);
+    let mut out = String::new();
+    let mut copied = 0;
+    let mut at = 0;
     while let Some(byte) = bytes.get(at) {
         let start = at;
         at += 1;
@@ -84,7 +86,8 @@ mod tests {
 
     #[test]
     fn only_huge_numbers_become_strings() {
-        let (big, text) = ("9".repeat(309), r#"{"a": [1, -2.5e3, "1e999 \" 1e999"], "b": 1e308}"#);
+        let big = "9".repeat(309);
+        let text = r#"{"a": [1, -2.5e3, "1e999 \" 1e999"], "b": 1e308}"#;
         assert!(matches!(quote_huge(text), Cow::Borrowed(same) if same == text));
         let sent = format!(r#"{{"a": {big}, "b": [-1e999, "\\"], "c": 1e999}}"#);
         assert_eq!(quote_huge(&sent), format!(r#"{{"a": "{big}", "b": ["-1e999", "\\"], "c": "1e999"}}"#));

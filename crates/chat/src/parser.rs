@@ -262,7 +262,8 @@ impl Parser {
 /// Parsing outside of tool calls.
 impl Parser {
     fn start(&mut self, reasoning: bool, last: bool) -> StepResult {
-        let (rest, text) = (self.rest(), self.rest().trim_start());
+        let rest = self.rest();
+        let text = self.rest().trim_start();
         if text.starts_with(THINK) {
             self.at += rest.len() - text.len() + THINK.len();
             self.to(ParserState::Newlines { reasoning: true })
@@ -344,7 +345,8 @@ impl Parser {
     fn content(&mut self, end: InputEnd) -> StepResult {
         let last = end != InputEnd::MoreToCome;
         if self.reasoning_ended_by_call {
-            let (rest, text) = (self.rest(), self.rest().trim_start());
+            let rest = self.rest();
+            let text = self.rest().trim_start();
             if text.starts_with(END_THINK) {
                 self.at += rest.len() - text.len() + END_THINK.len();
                 self.reasoning_ended_by_call = false;

@@ -101,7 +101,8 @@ mod tests {
 
     fn run(stops: &[&str], pieces: &[&str]) -> (Vec<String>, bool) {
         let mut stop = StopStrings::new(stops.iter().map(|s| s.to_string()).collect());
-        let (mut out, mut stopped) = (Vec::new(), false);
+        let mut out = Vec::new();
+        let mut stopped = false;
         for piece in pieces {
             let released = stop.push(piece);
             out.push(released.text);
@@ -153,7 +154,8 @@ mod tests {
             pieces in prop::collection::vec("[abcé]{0,5}", 0..8),
         ) {
             let mut stop = StopStrings::new(stops.clone());
-            let (mut text, mut stopped) = (String::new(), false);
+            let mut text = String::new();
+            let mut stopped = false;
             for piece in &pieces {
                 let released = stop.push(piece);
                 text += &released.text;

@@ -61,7 +61,8 @@ impl Tokenizer {
         if let Some((id, _)) = tokens.last().filter(|(id, _)| *id > MAX_ID) {
             return Err(failed(format!("token id {id} is out of range")));
         }
-        let (mut bytes, mut ends) = (Vec::new(), Vec::with_capacity(tokens.len()));
+        let mut bytes = Vec::new();
+        let mut ends = Vec::with_capacity(tokens.len());
         for (id, text) in &tokens {
             // An unused id has no bytes. If two tokens have the same id, the first is used.
             ends.resize((*id as usize).max(ends.len()), bytes.len());
@@ -82,7 +83,8 @@ impl Tokenizer {
 
     /// Encodes a text. Special tokens in the text are recognized. No special tokens are added.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, ChatError> {
-        let (mut ids, mut rest) = (Vec::new(), text);
+        let mut ids = Vec::new();
+        let mut rest = text;
         while !rest.is_empty() {
             let piece;
             (piece, rest) = rest.split_at(self.piece_len(rest));

@@ -67,7 +67,8 @@ mod tests {
         assert_eq!(keys(&ids, None), ids);
         let salted = [keys(&ids, Some("a")), keys(&ids, Some("b")), ids.clone()];
         for (one, other) in [(0, 1), (0, 2), (1, 2)] {
-            let (one, other) = (&salted[one], &salted[other]);
+            let one = &salted[one];
+            let other = &salted[other];
             assert!(one.iter().zip(other).take(8).all(|(a, b)| a != b), "{one:?} {other:?}");
             assert_eq!(one[8..], other[8..]);
         }

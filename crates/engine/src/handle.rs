@@ -88,10 +88,12 @@ pub fn spawn_with<M: Model>(
         grace: options.grace,
     };
     let queue = Arc::new(RequestQueue::new(limits, metrics.clone()));
-    let (queue_guard, images) = (Arc::new(CloseOnDrop(queue.clone())), info.images);
+    let queue_guard = Arc::new(CloseOnDrop(queue.clone()));
+    let images = info.images;
     let handle = Handle { queue: queue_guard, cache: cache.clone(), images };
     let rules = TokenRules { eos: options.eos, usable_vocab: options.usable_vocab };
-    let (policy, draft_tokens) = (options.speculate, options.draft_tokens);
+    let policy = options.speculate;
+    let draft_tokens = options.draft_tokens;
     let thread = std::thread::Builder::new().name("engine".into()).spawn(move || {
         interactive_thread();
         let speculator = Speculator::new(&mut model, draft, policy, draft_tokens, metrics.clone());

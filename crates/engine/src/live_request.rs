@@ -118,7 +118,8 @@ impl<S: SequenceState> LiveRequest<S> {
     /// is split into chunks such that its state gets the same bytes as before. `exact_chunks` is
     /// [`ModelInfo::exact_chunks`](moestro_model::model::ModelInfo::exact_chunks).
     pub fn next_chunk(&self, max: usize, exact_chunks: bool) -> Range<usize> {
-        let (from, prompt) = (self.len(), self.submitted.request.ids.len());
+        let from = self.len();
+        let prompt = self.submitted.request.ids.len();
         let max = match &self.stage {
             Stage::Prefill(prefill) if prefill.logprobs.is_some() => max.min(PROMPT_LOGIT_ROWS),
             _ => max,

@@ -121,7 +121,8 @@ impl<M: Model> ModelRunner<M> {
         live: &LiveRequest<M::State>,
         max_idle: usize,
     ) -> Result<(Sequence<M::State>, Option<SnapshotSource>), ModelError> {
-        let (request, prompt) = (&live.submitted.request, live.tokens_to_evaluate());
+        let request = &live.submitted.request;
+        let prompt = live.tokens_to_evaluate();
         self.sequences.resume(&self.model, request, prompt, live.clear_count, max_idle)
     }
 
@@ -149,7 +150,8 @@ impl<M: Model> ModelRunner<M> {
         let (Stage::Prefill(prefill), Some(sequence)) = (&mut live.stage, &mut live.sequence) else {
             return Ok(StepOutput::default());
         };
-        let (submitted, cache) = (&live.submitted, &self.sequences.snapshots);
+        let submitted = &live.submitted;
+        let cache = &self.sequences.snapshots;
         let Request { ids, images, prompt_logprobs, max_tokens, .. } = &submitted.request;
         let is_last = chunk.end == ids.len();
         let rows = match prompt_logprobs {
@@ -204,7 +206,8 @@ impl<M: Model> ModelRunner<M> {
         events.extend(prefill.logprobs.take().map(Event::Prompt));
         let prompt_seconds = prefill.started.elapsed().as_secs_f64();
         self.metrics.prefill_seconds.observe(prompt_seconds);
-        let (prompt_tokens, cached_tokens) = (request.ids.len(), prefill.cached_tokens);
+        let prompt_tokens = request.ids.len();
+        let cached_tokens = prefill.cached_tokens;
         let timings = Timings { prompt_tokens, cached_tokens, prompt_seconds, ..Timings::default() };
         let finish = (request.max_tokens == 0).then_some(Finish::Length);
         live.stage = Stage::Decode(Box::new(PartialAnswer::new(request, logits, timings, &self.rules)?));

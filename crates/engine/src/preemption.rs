@@ -19,7 +19,8 @@ pub fn may_resume<S: SequenceState>(request: &LiveRequest<S>, all: &[LiveRequest
 /// request.
 pub fn preempt_youngest<S: SequenceState>(live: &mut [LiveRequest<S>]) -> Option<usize> {
     let mut holders = (0..live.len()).rev().filter(|&index| live[index].sequence.is_some());
-    let (youngest, _other) = (holders.next()?, holders.next()?);
+    let youngest = holders.next()?;
+    let _other = holders.next()?;
     live[youngest].drop_sequence();
     Some(youngest)
 }

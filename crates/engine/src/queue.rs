@@ -254,7 +254,8 @@ impl RequestQueue {
     }
 
     fn remove_aborted(&self, queue: &mut QueueState) {
-        let (now, deadline) = (Instant::now(), queue.deadline());
+        let now = Instant::now();
+        let deadline = queue.deadline();
         queue.waiting.retain(|waiting| match waiting.abort_reason(now, deadline) {
             None => true,
             Some(Abort::Disconnected | Abort::StepCancelled) => false,

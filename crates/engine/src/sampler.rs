@@ -161,7 +161,8 @@ impl Sampler {
     fn sample(&mut self, logits: &[f32]) -> Option<u32> {
         let Sampling { temperature, top_k, top_p, min_p, .. } = self.sampling;
         let max = finite(logits[argmax(logits)? as usize]);
-        let (pool, weights) = (&mut self.pool, &mut self.weights);
+        let pool = &mut self.pool;
+        let weights = &mut self.weights;
         pool.clear();
         weights.clear();
         if top_k > 0 && top_k < logits.len() {

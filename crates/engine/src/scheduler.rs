@@ -71,7 +71,8 @@ struct Prompt {
 
 impl<M: Model> Scheduler<M> {
     pub fn new(runner: ModelRunner<M>, queue: Arc<RequestQueue>, metrics: Arc<Metrics>) -> Self {
-        let (live, time_share) = (Vec::new(), TimeShare::default());
+        let live = Vec::new();
+        let time_share = TimeShare::default();
         Self { runner, queue, metrics, live, time_share, steps: 0, now: Instant::now }
     }
 
@@ -140,7 +141,8 @@ impl<M: Model> Scheduler<M> {
     fn step(&mut self, step: &mut Step<M::State>, overtakes: bool) -> Vec<Result<StepOutput, Abort>> {
         let work = step.requests.first().map(LiveRequest::work);
         let rows = |step: &Step<M::State>| step.requests.iter().map(LiveRequest::len).sum::<usize>();
-        let (begun, had) = ((self.now)(), rows(step));
+        let begun = (self.now)();
+        let had = rows(step);
         let outcomes = self.runner.run(step);
         let seconds = ((self.now)() - begun).as_secs_f64();
         match work {
@@ -182,7 +184,8 @@ impl<M: Model> Scheduler<M> {
             _ => None,
         };
         let prompts = || self.live.iter().enumerate().filter_map(prompt);
-        let (oldest, shortest) = (prompts().next(), prompts().min_by_key(|prompt| prompt.rows));
+        let oldest = prompts().next();
+        let shortest = prompts().min_by_key(|prompt| prompt.rows);
         let is_shorter = |short: &Prompt| oldest.is_some_and(|oldest| 2 * short.rows <= oldest.rows);
         let overtaking = shortest.filter(|short| is_shorter(short) && self.time_share.may_overtake());
         let may_run = |next: &Prompt| decoding.is_empty() || self.time_share.may_run_chunk(next.rows <= chunk);

@@ -253,7 +253,8 @@ mod tests {
         let mut mock = MockModel::default();
         let ids = [5, 9, 9, 6, 7];
         for (len, other, reused) in [(4, 1, 4), (4, 2, 0), (2, 1, 2), (2, 2, 0), (1, 2, 1)] {
-            let (mut previous, images) = (Sequence::start(&mock).unwrap(), [image(1)]);
+            let mut previous = Sequence::start(&mock).unwrap();
+            let images = [image(1)];
             let mut hooks = PassHooks { images: &images, ..PassHooks::default() };
             previous.extend(&mut mock, &ids[..len], Rows::None, &mut hooks).unwrap();
             let images = [image(other)];

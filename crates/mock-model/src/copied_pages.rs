@@ -94,7 +94,8 @@ mod tests {
 
     #[test]
     fn restore_writes_only_differing_pages() {
-        let (mut frozen, mut other) = (CopiedPages::default(), CopiedPages::default());
+        let mut frozen = CopiedPages::default();
+        let mut other = CopiedPages::default();
         let early = frozen.snapshot(PAGE + 5, vec![1], read).unwrap();
         let late = frozen.snapshot(3 * PAGE, vec![2], read).unwrap();
         let mut written = Vec::new();

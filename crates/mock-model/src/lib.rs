@@ -181,7 +181,8 @@ impl MockModel {
             }
             if matches!(rows, Rows::All | Rows::Verify) || (rows == Rows::Last && index + 1 == ids.len()) {
                 self.rows.fetch_add(1, Ordering::Relaxed);
-                let (next, length) = (self.next(state) as usize, state.tokens.len() as u32);
+                let next = self.next(state) as usize;
+                let length = state.tokens.len() as u32;
                 logits.extend((0..self.vocab as u32).map(|token| noise(token, length)));
                 let row = logits.len() - self.vocab;
                 logits[row + next] = self.margin;
@@ -209,7 +210,8 @@ impl Model for MockModel {
     }
 
     fn start(&self) -> Result<MockState, ModelError> {
-        let (frozen, _alive) = (CopiedPages::default(), self.states.clone());
+        let frozen = CopiedPages::default();
+        let _alive = self.states.clone();
         Ok(MockState { tokens: Vec::new(), prompt: 0, answered: 0, before: Vec::new(), ahead: None, frozen, _alive })
     }
 
@@ -276,7 +278,8 @@ impl Model for MockModel {
         let [prompt, answered] = words(&snapshot.state)[..] else {
             return Err(ModelError::Config("the snapshot belongs to another model".into()));
         };
-        (state.prompt, state.answered) = (prompt as usize, answered as usize);
+        state.prompt = prompt as usize;
+        state.answered = answered as usize;
         state.before = vec![(state.prompt, state.answered); snapshot.len];
         Ok(state)
     }

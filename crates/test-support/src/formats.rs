@@ -89,7 +89,8 @@ fn root_schema(source: &mut Source) -> Value {
 
 /// Nested schemas of one kind, with up to hundreds of levels.
 fn nested(source: &mut Source) -> Value {
-    let (levels, kind) = (source.size().min(400), source.below(5));
+    let levels = source.size().min(400);
+    let kind = source.below(5);
     (0..levels).fold(json!({"type": "integer"}), |inner, _| match kind {
         0 => json!({"type": "array", "items": inner}),
         1 => json!({"type": "object", "properties": {"a": inner}, "required": ["a"]}),
@@ -125,7 +126,8 @@ fn wide(source: &mut Source) -> Value {
 
 /// Schema definitions that refer to each other in chains, cycles or trees.
 fn referring(source: &mut Source) -> Value {
-    let (count, kind) = (1 + source.size().min(600), source.below(7));
+    let count = 1 + source.size().min(600);
+    let kind = source.below(7);
     let target = |i: usize| json!({"$ref": format!("#/$defs/d{}", i % count)});
     let definition = |source: &mut Source, i: usize| match kind {
         0 => target(i + 1),
@@ -219,7 +221,8 @@ fn regex(source: &mut Source, depth: usize) -> String {
             0 => text.push('*'),
             1 => text.push('+'),
             2 => {
-                let (low, high) = (source.below(5), source.size());
+                let low = source.below(5);
+                let high = source.size();
                 let _ = write!(text, "{{{low},{}}}", low + high);
             }
             _ => {}

@@ -118,10 +118,7 @@ impl TestHub {
                 let lfs = name
                     .ends_with(".safetensors")
                     .then(|| serde_json::json!({ "sha256": hash(bytes), "size": bytes.len() }));
-                match state.hides_sizes {
-                    true => serde_json::json!({ "rfilename": name }),
-                    false => serde_json::json!({ "rfilename": name, "size": state.listed_sizes.get(name).copied().unwrap_or(bytes.len() as u64), "blobId": &hash(bytes)[..40], "lfs": lfs }),
-                }
+                if state.hides_sizes { serde_json::json!({ "rfilename": name }) } else { serde_json::json!({ "rfilename": name, "size": state.listed_sizes.get(name).copied().unwrap_or(bytes.len() as u64), "blobId": &hash(bytes)[..40], "lfs": lfs }) }
             });
             let commit = state.commit.as_deref().unwrap_or(COMMIT);
             let body = serde_json::json!({ "sha": commit, "siblings": siblings.collect::<Vec<_>>() }).to_string();

@@ -166,7 +166,8 @@ impl Renderer for MessagesRenderer {
 
 /// The content blocks of a whole answer.
 fn blocks(deltas: impl IntoIterator<Item = Delta>) -> Vec<Value> {
-    let (mut blocks, mut calls) = (Vec::<Value>::new(), Vec::<(usize, String)>::new());
+    let mut blocks = Vec::<Value>::new();
+    let mut calls = Vec::<(usize, String)>::new();
     for delta in deltas {
         match delta {
             Delta::Reasoning(text) => {

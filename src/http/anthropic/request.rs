@@ -253,7 +253,9 @@ fn push_content(messages: &mut Vec<Message<ImagePart>>, content: &mut Content<Im
 }
 
 fn assistant(blocks: &[Value], at: &str) -> Result<Message<ImagePart>, ApiError> {
-    let (mut content, mut reasoning, mut calls) = (String::new(), String::new(), Vec::new());
+    let mut content = String::new();
+    let mut reasoning = String::new();
+    let mut calls = Vec::new();
     for (index, block) in blocks.iter().enumerate() {
         let at = format!("{at}[{index}]");
         match block["type"].as_str() {
@@ -366,7 +368,8 @@ mod tests {
             {"role": "assistant", "content": [call]},
             {"role": "user", "content": [result, {"type": "text", "text": "y"}, image]},
         ]}));
-        let (placed, messages) = (json!({"type": "image", "image": true}), messages(&chat));
+        let placed = json!({"type": "image", "image": true});
+        let messages = messages(&chat);
         assert_eq!(messages[0]["content"], json!([{"type": "text", "text": "x"}, placed]));
         assert_eq!(messages[2]["content"], json!([placed]));
         assert_eq!(messages[3]["content"], json!([{"type": "text", "text": "y"}, placed]));

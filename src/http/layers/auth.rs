@@ -16,9 +16,10 @@ use std::{
 
 /// Refuses a request without the key, unless its path is public.
 pub async fn require_key(State(state): State<Arc<ServerState>>, request: Request, next: Next) -> Response {
-    match routes::is_public(request.uri().path()) || is_authorized(&state, &request) {
-        true => next.run(request).await,
-        false => ApiError::unauthorized().into_response(),
+    if routes::is_public(request.uri().path()) || is_authorized(&state, &request) {
+        next.run(request).await
+    } else {
+        ApiError::unauthorized().into_response()
     }
 }
 

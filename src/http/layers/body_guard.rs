@@ -51,7 +51,8 @@ impl<T: Unpin> HttpBody for GuardedBody<T> {
     }
 
     fn size_hint(&self) -> SizeHint {
-        let (hint, rest) = (self.body.size_hint(), self.rest.len() as u64);
+        let hint = self.body.size_hint();
+        let rest = self.rest.len() as u64;
         let mut whole = SizeHint::new();
         whole.set_lower(hint.lower() + rest);
         if let Some(upper) = hint.upper() {
@@ -68,7 +69,8 @@ mod tests {
 
     #[tokio::test]
     async fn guard_drops_after_last_frame() {
-        let (guard, text) = (Arc::new(()), "x".repeat(2 * FRAME_BYTES + 1));
+        let guard = Arc::new(());
+        let text = "x".repeat(2 * FRAME_BYTES + 1);
         let mut body = hold(Response::new(Body::from(text.clone())), guard.clone()).into_body();
         let mut sent = Vec::new();
         for left in [FRAME_BYTES + 1, 1, 0] {

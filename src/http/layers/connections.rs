@@ -88,7 +88,9 @@ pub async fn accept(
             _ = stop.changed() => return,
         };
         let Some(slot) = slots.take(stream).await else { continue };
-        let (refusals, timeouts, stop) = (refusals.clone(), state.timeouts, stop.clone());
+        let refusals = refusals.clone();
+        let timeouts = state.timeouts;
+        let stop = stop.clone();
         tokio::spawn(async move {
             if let Err(error) = serve([router, refusals], slot, timeouts, stop).await {
                 tracing::debug!(%error, "connection failed");
@@ -339,7 +341,8 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let connect = TcpStream::connect(listener.local_addr().unwrap());
         let (client, accepted) = tokio::join!(connect, listener.accept());
-        let (_client, (stream, _)) = (client.unwrap(), accepted.unwrap());
+        let _client = client.unwrap();
+        let (stream, _) = accepted.unwrap();
         assert!(!SockRef::from(&stream).keepalive().unwrap());
         set_options(&stream).unwrap();
         assert!(SockRef::from(&stream).keepalive().unwrap());
@@ -376,7 +379,8 @@ mod tests {
         let slots = ConnectionSlots::new(1, 3);
         let (_busy, busy) = pair(&listener).await;
         let busy = BusyGuard::new(slots.take(busy).await.unwrap());
-        let (mut clients, mut taken) = (Vec::new(), Vec::new());
+        let mut clients = Vec::new();
+        let mut taken = Vec::new();
         for _ in 0..3 {
             let (client, stream) = pair(&listener).await;
             clients.push(client);
@@ -407,13 +411,15 @@ mod tests {
     async fn newcomer_waits_for_a_busy_reserved_slot() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let slots = ConnectionSlots::new(1, 1);
-        let (mut clients, mut busy) = (Vec::new(), Vec::new());
+        let mut clients = Vec::new();
+        let mut busy = Vec::new();
         for _ in 0..2 {
             let (client, stream) = pair(&listener).await;
             clients.push(client);
             busy.push(BusyGuard::new(slots.take(stream).await.unwrap()));
         }
-        let ((_client, stream), (_other, refused)) = (pair(&listener).await, pair(&listener).await);
+        let (_client, stream) = pair(&listener).await;
+        let (_other, refused) = pair(&listener).await;
         assert!(slots.take(refused).await.is_none(), "both slots stay busy");
         let (slot, ()) = tokio::join!(slots.take(stream), async { drop(busy.pop()) });
         assert!(slot.is_some_and(|slot| slot.kind == SlotKind::Reserved));

@@ -229,7 +229,8 @@ impl MemoryPermit {
         let before = self.bytes();
         let more = bytes.saturating_sub(before);
         if more > 0 {
-            let (total, needed) = (memory.total.load(Relaxed), request_bytes.load(Relaxed).saturating_add(more));
+            let total = memory.total.load(Relaxed);
+            let needed = request_bytes.load(Relaxed).saturating_add(more);
             let limit = if needed > LARGE_BYTES { total / 4 * 3 } else { total };
             if needed > limit {
                 return Err(ApiError::too_much_memory(needed, limit));
@@ -344,7 +345,9 @@ fn signed(bytes: usize) -> i64 {
 
 /// Memory of parsed JSON, estimated from its text.
 pub fn parsed_bytes(json: &[u8]) -> usize {
-    let (mut values, mut in_string, mut is_escaped) = (0usize, false, false);
+    let mut values = 0usize;
+    let mut in_string = false;
+    let mut is_escaped = false;
     for byte in json {
         match byte {
             _ if is_escaped => is_escaped = false,
@@ -443,7 +446,8 @@ mod tests {
     #[test]
     fn dropped_permit_frees_its_memory() {
         let memory = memory(1 << 20);
-        let (mut one, mut other) = (memory.permit(), memory.permit());
+        let mut one = memory.permit();
+        let mut other = memory.permit();
         one.resize(700 << 10).unwrap();
         assert_eq!(other.resize(300 << 10).unwrap_err().status, 503, "another request holds it");
         assert_eq!(other.resize(2 << 20).unwrap_err().status, 413, "more than the plan has");
@@ -464,7 +468,8 @@ mod tests {
             let first = memory.permit();
             let mut all: Vec<_> = (0..permits).map(|_| first.empty()).collect();
             all.iter_mut().for_each(|permit| permit.resize((700 << 10) / permits).unwrap());
-            let (mut more, mut small) = (first.empty(), memory.permit());
+            let mut more = first.empty();
+            let mut small = memory.permit();
             assert_eq!(more.resize(69 << 10).unwrap_err().status, 413, "{permits} permits");
             more.resize(60 << 10).unwrap();
             // Another request waits for this one only if it would fit alone.

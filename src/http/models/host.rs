@@ -270,13 +270,15 @@ impl ModelHost {
 
     /// Checks a model that will replace the resident model.
     async fn check(&self, id: &str) -> Result<(), LoadFailure> {
-        let (loader, id) = (self.loader()?, id.to_owned());
+        let loader = self.loader()?;
+        let id = id.to_owned();
         run_blocking(move || loader.check(&id)).await
     }
 
     /// Unloads the replaced model and loads another model.
     async fn load(&self, replaced: Option<(ResidentModel, OwnedMutexGuard<()>)>, id: String) {
-        let (loader, requested) = (self.loader(), id.clone());
+        let loader = self.loader();
+        let requested = id.clone();
         let load = move || {
             if let Some((resident, guard)) = replaced {
                 resident.unload();
@@ -362,7 +364,8 @@ mod tests {
 
     #[tokio::test]
     async fn concurrent_and_cancelled_lists_read_once() {
-        let (lists, (release, wait)) = (Arc::new(AtomicUsize::new(0)), mpsc::channel());
+        let lists = Arc::new(AtomicUsize::new(0));
+        let (release, wait) = mpsc::channel();
         let loader = SlowLoader { lists: lists.clone(), release: Mutex::new(wait) };
         let host = ModelHost::new(Arc::new(loader), HostTimeouts::default(), 1);
         let cancelled = tokio::time::timeout(Duration::from_millis(5), host.list()).await;

@@ -69,7 +69,8 @@ impl OllamaRenderer {
     /// Adds the finish reason, counts, and times in nanoseconds.
     fn finished(&self, mut object: Value, finished: &Finished) -> Value {
         let nanoseconds = |ms: f64| (ms * 1e6) as u64;
-        let (usage, timings) = (&finished.usage, &finished.usage.timings);
+        let usage = &finished.usage;
+        let timings = &finished.usage.timings;
         let load = self.loaded.map_or(0, |loaded| (loaded - self.arrived).as_nanos() as u64);
         let fields = json!({
             "done_reason": if finished.reason == FinishReason::Length { "length" } else { "stop" },

@@ -122,7 +122,8 @@ impl OllamaGenerate {
         if self.raw == Some(true) {
             let common = common.common_fields()?;
             let max_tokens = params::token_limit("options.num_predict", common.max_tokens, 0)?;
-            let (stops, prompt) = (common.stops("options.stop")?, CompletionPrompt::One(TextOrIds::Text(prompt)));
+            let stops = common.stops("options.stop")?;
+            let prompt = CompletionPrompt::One(TextOrIds::Text(prompt));
             let request = GenerationRequest::new(common, stops, PromptInput::Text(prompt));
             return Ok(Some(GenerationRequest { max_tokens, ..request }));
         }

@@ -31,7 +31,8 @@ use std::{mem, sync::Arc};
 pub async fn chat(server: Generator, body: Body) -> Result<Response, ApiError> {
     let (common, request, permit) =
         body::request::<CommonFields, ChatRequest>(&server.state, body, fields::CHAT).await?;
-    let (streams, includes_usage) = (common.streams(), common.includes_usage());
+    let streams = common.streams();
+    let includes_usage = common.includes_usage();
     let uses_functions = request.functions.is_some();
     let request = request.into_generation(common)?;
     let object = if streams { "chat.completion.chunk" } else { "chat.completion" };
@@ -209,9 +210,10 @@ impl ChatRenderer {
     }
 
     fn call<'a>(&self, call: ToolCallDelta<'a>) -> ChatDelta<'a> {
-        match self.uses_functions {
-            true => ChatDelta { function_call: Some(call.function), ..ChatDelta::default() },
-            false => ChatDelta { tool_calls: Some([call]), ..ChatDelta::default() },
+        if self.uses_functions {
+            ChatDelta { function_call: Some(call.function), ..ChatDelta::default() }
+        } else {
+            ChatDelta { tool_calls: Some([call]), ..ChatDelta::default() }
         }
     }
 }

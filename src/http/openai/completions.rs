@@ -27,7 +27,8 @@ const DEFAULT_TOKENS: usize = 16;
 pub async fn completions(server: Generator, body: Body) -> Result<Response, ApiError> {
     let (common, request, permit) =
         body::request::<CommonFields, CompletionRequest>(&server.state, body, fields::COMPLETIONS).await?;
-    let (includes_usage, echoes) = (common.includes_usage(), request.echo.unwrap_or(false));
+    let includes_usage = common.includes_usage();
+    let echoes = request.echo.unwrap_or(false);
     let request = request.into_generation(common)?;
     let renderer = CompletionRenderer {
         meta: ResponseMeta::new("cmpl", "text_completion", includes_usage),
@@ -89,7 +90,8 @@ impl Renderer for CompletionRenderer {
     fn prepare(&mut self, model: &LoadedModel, choices: &Choices) {
         self.meta.model.clone_from(&model.card.id);
         self.tokenizer = Some(model.tokenizer.clone());
-        (self.prompts, self.n) = (choices.prompts.clone(), choices.n);
+        self.prompts = choices.prompts.clone();
+        self.n = choices.n;
         self.logprobs = choices.request.logprobs.map(|_| LogprobsBuilder::new(model.tokenizer.clone()));
     }
 

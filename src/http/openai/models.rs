@@ -65,7 +65,8 @@ impl ModelObject {
     /// `created` is Unix time in seconds.
     fn new(id: String, created: u64) -> Self {
         let display_name = id.clone();
-        let (object, created_at) = ("model", timestamp(created));
+        let object = "model";
+        let created_at = timestamp(created);
         Self { id, object, created, owned_by: "moestro", kind: "model", display_name, created_at, ..Self::default() }
     }
 }
@@ -102,7 +103,8 @@ pub async fn model(
     State(state): State<Arc<ServerState>>,
     Path(id): Path<String>,
 ) -> Result<Json<ModelObject>, ApiError> {
-    let (served, id) = (state.models.current_id().unwrap_or_default(), id.trim_end_matches('/'));
+    let served = state.models.current_id().unwrap_or_default();
+    let id = id.trim_end_matches('/');
     let mut models = list(&state).await?.into_iter();
     let known = models.find(|model| model.id == plain_name(id)).ok_or_else(|| ApiError::no_such_model(id, &served))?;
     Ok(Json(ModelObject { id: id.to_owned(), ..known }))
@@ -132,7 +134,8 @@ pub async fn lm_studio(State(state): State<Arc<ServerState>>) -> Result<Json<Val
 /// Lists the loaded model first, then the other models.
 pub async fn list(state: &ServerState) -> Result<Vec<ModelObject>, ApiError> {
     state.ensure_ready()?;
-    let (loaded_id, model) = (state.models.loaded_id(), state.models.model());
+    let loaded_id = state.models.loaded_id();
+    let model = state.models.model();
     let loaded = model.zip(loaded_id.clone()).map(|(model, id)| ModelObject {
         max_model_len: Some(model.engine.context()),
         context_length: Some(model.engine.context()),

@@ -84,7 +84,9 @@ fn grow<R: Renderer>(permit: &mut MemoryPermit, output: &Output) -> Result<(), A
 
 /// Generates all choices and answers with one body.
 pub async fn body<R: Renderer>(mut choices: Choices, first: Generation, renderer: R) -> Result<Response, ApiError> {
-    let (mut first, mut usage, mut answers) = (Some(first), Usage::default(), Vec::new());
+    let mut first = Some(first);
+    let mut usage = Usage::default();
+    let mut answers = Vec::new();
     let mut permit = choices.take_permit();
     let request_bytes = permit.bytes();
     for index in 0..choices.len() {
@@ -146,7 +148,8 @@ async fn wait<T>(
     frames: &Frames,
     interval: Duration,
 ) -> (T, bool) {
-    let (mut ready, mut has_started) = (pin!(ready), false);
+    let mut ready = pin!(ready);
+    let mut has_started = false;
     loop {
         match timeout(interval, &mut ready).await {
             Ok(ready) => return (ready, has_started),
@@ -181,8 +184,10 @@ async fn write<R: Renderer>(
     renderer: &mut R,
     frames: &Frames,
 ) -> Result<Usage, ApiError> {
-    let (reports_progress, interval) = (choices.reports_progress, choices.log.event_interval);
-    let (mut first, mut usage) = (Some(first), Usage::default());
+    let reports_progress = choices.reports_progress;
+    let interval = choices.log.event_interval;
+    let mut first = Some(first);
+    let mut usage = Usage::default();
     let mut permit = choices.take_permit();
     for index in 0..choices.len() {
         let sink = |update| {

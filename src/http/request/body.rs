@@ -31,7 +31,9 @@ async fn read(body: Body, limit: usize, silence: Duration, permit: &mut MemoryPe
     let start = Instant::now();
     let declared = body.size_hint().exact().and_then(|bytes| usize::try_from(bytes).ok()).unwrap_or(limit);
     let mut chunks = body.into_data_stream();
-    let (mut kept, mut seen, mut refused) = (Vec::new(), 0usize, None);
+    let mut kept = Vec::new();
+    let mut seen = 0usize;
+    let mut refused = None;
     loop {
         let deadline = start + 2 * silence + Duration::from_secs((seen / MIN_RATE) as u64);
         let Ok(chunk) = timeout_at(deadline.min(Instant::now() + silence), chunks.next()).await else {
@@ -41,9 +43,10 @@ async fn read(body: Body, limit: usize, silence: Duration, permit: &mut MemoryPe
         let chunk = chunk.map_err(|error| ApiError::json(None, format!("cannot read the body: {error}")))?;
         seen = seen.saturating_add(chunk.len());
         if refused.is_none() {
-            refused = match seen > limit {
-                true => Some(ApiError::too_large(limit)),
-                false => grow(&mut kept, seen, declared.min(limit), permit).err(),
+            refused = if seen > limit {
+                Some(ApiError::too_large(limit))
+            } else {
+                grow(&mut kept, seen, declared.min(limit), permit).err()
             };
         }
         match refused {
@@ -146,7 +149,8 @@ pub fn typed_at<'de, T: DeserializeOwned>(
     json: impl Deserializer<'de, Error = serde_json::Error>,
 ) -> Result<T, ApiError> {
     serde_path_to_error::deserialize(json).map_err(|error| {
-        let (path, wrong) = (error.path().to_string(), error.inner());
+        let path = error.path().to_string();
+        let wrong = error.inner();
         match missing_field(wrong).filter(|_| path == ".") {
             Some(name) => ApiError::json(Some(format!("{parent}{name}")), format!("missing field `{parent}{name}`")),
             None if path == "." => ApiError::json(None, in_json_words(&wrong.to_string())),
@@ -247,7 +251,8 @@ mod tests {
             {"max_tokens": 5, "seed": -2, "n": 1.5, "temperature": 1, "top_p": 0.5, "top_k": 1e300}
         );
         assert_eq!(fields, expected);
-        let (common, huge) = (r#"{"seed": 9007199254740993}"#, 9_007_199_254_740_993_i64);
+        let common = r#"{"seed": 9007199254740993}"#;
+        let huge = 9_007_199_254_740_993_i64;
         assert_eq!(typed::<CommonFields>(checked(common.as_bytes(), fields::CHAT).unwrap()).unwrap().seed, Some(huge));
     }
 

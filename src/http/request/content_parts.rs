@@ -60,7 +60,8 @@ impl PartFormat {
     pub fn push(&self, part: &Value, at: &str, is_new: bool, content: &mut Content<ImagePart>) -> Result<(), ApiError> {
         match image_source(part) {
             Some((source, detail)) => {
-                let (at, separator) = (at.to_owned(), self.separator);
+                let at = at.to_owned();
+                let separator = self.separator;
                 let image = ImagePart { source, low_detail: detail == "low", at, is_new, separator };
                 content.parts.push(Part::Image(image));
             }

@@ -121,7 +121,8 @@ impl Download {
         if !response.status().is_success() {
             return Err(format!("cannot be fetched from its URL: status {}", response.status().as_u16()));
         }
-        let (max, body) = (ImageProcessor::MAX_ENCODED_BYTES, response.into_body());
+        let max = ImageProcessor::MAX_ENCODED_BYTES;
+        let body = response.into_body();
         let declared = body.content_length().map_or(max, |bytes| usize::try_from(bytes).unwrap_or(usize::MAX));
         let mut image = Vec::with_capacity(declared.min(max) + 1);
         body.into_reader().take(max as u64 + 1).read_to_end(&mut image).map_err(|error| failed(&error))?;
@@ -329,7 +330,8 @@ mod tests {
         let (events, received) = tokio::sync::mpsc::unbounded_channel();
         std::thread::spawn(move || {
             for stream in listener.incoming() {
-                let (mut stream, events) = (stream.unwrap(), events.clone());
+                let mut stream = stream.unwrap();
+                let events = events.clone();
                 std::thread::spawn(move || {
                     let _ = stream.read(&mut [0; 4096]);
                     let head = b"HTTP/1.1 200 OK\r\nContent-Length: 20000000\r\n\r\n";
@@ -351,7 +353,9 @@ mod tests {
 
     /// A download by its own request.
     fn spawn_download(urls: &Arc<ImageUrls>, url: &str, memory: &Arc<RequestMemory>) -> JoinHandle<()> {
-        let (mut downloads, url, mut permit) = (ImageDownloads::new(urls.clone()), url.to_owned(), memory.permit());
+        let mut downloads = ImageDownloads::new(urls.clone());
+        let url = url.to_owned();
+        let mut permit = memory.permit();
         tokio::spawn(async move {
             let _ = downloads.fetch(url, &mut permit).await;
         })
@@ -360,7 +364,8 @@ mod tests {
     #[tokio::test]
     async fn dropped_download_ends_and_frees_its_memory() {
         let (host, mut events) = slow_host();
-        let (urls, memory) = (Arc::new(ImageUrls::new(std::slice::from_ref(&host))), request_memory());
+        let urls = Arc::new(ImageUrls::new(std::slice::from_ref(&host)));
+        let memory = request_memory();
         let started = Instant::now();
         for _ in 0..3 {
             let client = spawn_download(&urls, &format!("http://{host}/"), &memory);
@@ -378,7 +383,8 @@ mod tests {
     #[tokio::test]
     async fn four_downloads_run_at_the_same_time() {
         let (host, mut events) = slow_host();
-        let (urls, memory) = (Arc::new(ImageUrls::new(std::slice::from_ref(&host))), request_memory());
+        let urls = Arc::new(ImageUrls::new(std::slice::from_ref(&host)));
+        let memory = request_memory();
         let url = format!("http://{host}/");
         let mut clients: Vec<_> = (0..30).map(|_| spawn_download(&urls, &url, &memory)).collect();
         for _ in 0..PLACES {
@@ -401,7 +407,8 @@ mod tests {
     #[tokio::test]
     async fn images_of_a_request_share_one_deadline() {
         let (host, _events) = slow_host();
-        let (urls, memory) = (Arc::new(ImageUrls::new(std::slice::from_ref(&host))), request_memory());
+        let urls = Arc::new(ImageUrls::new(std::slice::from_ref(&host)));
+        let memory = request_memory();
         let (mut permit, url) = (memory.permit(), format!("http://{host}/"));
         let mut downloads = ImageDownloads::new(urls.clone());
         downloads.deadline = Some(Instant::now() + Duration::from_millis(300));

@@ -52,7 +52,8 @@ impl LoadedModel {
         let mut downloads = ImageDownloads::new(urls.clone());
         let mut decoded = Vec::with_capacity(messages.len());
         for Message { role, content, reasoning, calls, extra } in messages {
-            let (mut decoded_content, mut separator) = (content.is_some().then(Content::default), "");
+            let mut decoded_content = content.is_some().then(Content::default);
+            let mut separator = "";
             for part in content.into_iter().flat_map(|content| content.parts) {
                 let content = decoded_content.get_or_insert_default();
                 let image = match part {
@@ -62,7 +63,8 @@ impl LoadedModel {
                     }
                     Part::Image(image) => image,
                 };
-                let (at, is_new) = (image.at.clone(), image.is_new);
+                let at = image.at.clone();
+                let is_new = image.is_new;
                 separator = image.separator;
                 let shown = match processor {
                     None => Err(BLIND.to_owned()),
@@ -138,7 +140,8 @@ async fn decode(
     };
     let encoded_bytes = encoded.capacity();
     // The header is read in a step, because the metadata of a large file takes long.
-    let (header_bytes, reader) = (ImageProcessor::header_bytes(&encoded), processor.clone());
+    let header_bytes = ImageProcessor::header_bytes(&encoded);
+    let reader = processor.clone();
     let header = move || (reader.working_bytes(&encoded), encoded);
     let (working, encoded) = match permit.run_with(header_bytes, header, |_| 0).await {
         Err(error) if error.status != 413 => return Err(error),
@@ -169,9 +172,10 @@ fn decode_base64(text: &str) -> Result<Vec<u8>, NotShown> {
     if bytes > ImageProcessor::MAX_ENCODED_BYTES {
         return Err(ImageError::Bytes { bytes, max: ImageProcessor::MAX_ENCODED_BYTES }.to_string());
     }
-    let decoded = match text.contains(|c: char| c.is_ascii_whitespace()) {
-        true => BASE64.decode(text.split_ascii_whitespace().collect::<String>()),
-        false => BASE64.decode(text),
+    let decoded = if text.contains(|c: char| c.is_ascii_whitespace()) {
+        BASE64.decode(text.split_ascii_whitespace().collect::<String>())
+    } else {
+        BASE64.decode(text)
     };
     decoded.map_err(|_| "is not valid base64".into())
 }

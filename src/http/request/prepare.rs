@@ -62,7 +62,8 @@ impl GenerationRequest {
             }
         }
         let budget = self.thinking_budget.or(limits.thinking_budget).filter(|_| in_reasoning);
-        let (has_tools, grammars) = (!tools.is_empty(), model.grammars.clone());
+        let has_tools = !tools.is_empty();
+        let grammars = model.grammars.clone();
         let constraint =
             response_format::compile(grammars, &mut permit, self.format, has_tools, in_reasoning, budget).await?;
         let max_tokens = max_tokens.unwrap_or(usize::MAX);

@@ -82,10 +82,7 @@ impl LoadedModel {
             return Err(ApiError::over_context_early(fewest, context, param));
         }
         let (ids, is_whole) = self.tokenize(permit, text, context).await?;
-        match is_whole {
-            true => Ok(ids),
-            false => Err(ApiError::over_context_early(ids.len(), context, param)),
-        }
+        if is_whole { Ok(ids) } else { Err(ApiError::over_context_early(ids.len(), context, param)) }
     }
 
     /// The token ids of all prompts of a completion request, which asks for `n` choices for each prompt.
@@ -132,9 +129,12 @@ impl LoadedModel {
         text: String,
         limit: usize,
     ) -> Result<(Vec<u32>, bool), ApiError> {
-        let (text, mut ids, mut start) = (Arc::new(text), Vec::new(), 0);
+        let text = Arc::new(text);
+        let mut ids = Vec::new();
+        let mut start = 0;
         while start < text.len() && ids.len() <= limit {
-            let (tokenizer, text) = (self.tokenizer.clone(), text.clone());
+            let tokenizer = self.tokenizer.clone();
+            let text = text.clone();
             let end = start + tokenizer.piece_len(&text[start..]);
             // A long word needs more memory than is set aside for each step.
             let working = memory::tokenizing_bytes(end - start);

@@ -284,7 +284,8 @@ mod tests {
 
     fn requested_format(fields: Value) -> Result<Option<OutputFormat>, ApiError> {
         let request = request(fields);
-        let (content, tools) = (requested(&request)?, request.tools.unwrap_or_default());
+        let content = requested(&request)?;
+        let tools = request.tools.unwrap_or_default();
         let choice = ToolChoice::parse(request.tool_choice.as_ref(), &tools)?;
         let parallel = request.parallel_tool_calls.unwrap_or(true);
         let requested = RequestedFormat::new(content, &tools, &choice, parallel, chat_path);

@@ -63,7 +63,8 @@ impl CommonFields {
             None => ("repeat_penalty", self.repeat_penalty),
             penalty => ("repetition_penalty", penalty),
         };
-        let (presence, frequency) = (self.presence_penalty, self.frequency_penalty);
+        let presence = self.presence_penalty;
+        let frequency = self.frequency_penalty;
         let mut sampling = Sampling {
             temperature: number("temperature", self.temperature, 0.0..=2.0, defaults.temperature)?,
             top_p: number("top_p", self.top_p, 0.0..=1.0, defaults.top_p)?,
@@ -181,7 +182,8 @@ fn in_range(path: [&str; 2], value: Option<f64>, range: RangeInclusive<f64>, def
         None => Ok(default),
         Some(value) if range.contains(&value) => Ok(value as f32),
         Some(value) => {
-            let (from, to) = (range.start(), range.end());
+            let from = range.start();
+            let to = range.end();
             Err(ApiError::wrong_value(path.concat(), format!("is {value}; it must be between {from} and {to}.")))
         }
     }

@@ -26,7 +26,8 @@ pub struct Thinking {
 impl Thinking {
     /// The settings of a chat request.
     pub fn of(request: &ChatRequest) -> Result<Self, ApiError> {
-        let (mut enabled, mut budget) = (request.enable_thinking, None);
+        let mut enabled = request.enable_thinking;
+        let mut budget = None;
         for (param, value) in [
             ("thinking_budget", request.thinking_budget),
             ("max_thinking_tokens", request.max_thinking_tokens),

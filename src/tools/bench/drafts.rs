@@ -145,7 +145,8 @@ impl AnswerRuns {
 /// Summarizes the ratios of all pairs, for example as `1.31 times as fast (1.25 to 1.40)`. If the pairs contradict each
 /// other, the summary says so.
 fn compare(ratios: &[f64]) -> String {
-    let (min, max) = (ratios.iter().copied().fold(f64::MAX, f64::min), ratios.iter().copied().fold(0.0, f64::max));
+    let min = ratios.iter().copied().fold(f64::MAX, f64::min);
+    let max = ratios.iter().copied().fold(0.0, f64::max);
     match ratios.len() {
         0 => String::new(),
         1 => format!("{min:.2} times as fast (one pair; --repeat 3 shows the spread)"),

@@ -47,7 +47,8 @@ pub fn run(model: &mut Qwen, file: &Path, prompt: &[u32], repeat: usize, json: b
     let failed = |why: String| CommandError::Usage(format!("--image {}: {why}", file.display()));
     let encoded = read_small_file(file, ImageProcessor::MAX_ENCODED_BYTES as u64);
     let encoded = encoded.map_err(|error| failed(error.to_string()))?;
-    let (mut runs, mut last) = (Vec::new(), None);
+    let mut runs = Vec::new();
+    let mut last = None;
     for _ in 0..repeat {
         let processor = model.info().images.ok_or_else(|| failed("this model cannot see images".into()))?;
         processor.forget();
@@ -121,7 +122,8 @@ impl fmt::Display for ImageReport {
             line("median", median)?;
         }
         let Some(peak) = self.peak_memory else { return Ok(()) };
-        let (planned, limit) = (Size(self.planned), Size(self.limit));
+        let planned = Size(self.planned);
+        let limit = Size(self.limit);
         writeln!(f)?;
         writeln!(f, "peak memory {} under a limit of {limit}, {planned} of it for images", Size(peak))
     }

@@ -169,7 +169,8 @@ impl fmt::Display for QualityReport {
         )?;
         for row in &self.rows {
             let KvBitsResult { bits, perplexity, exact_perplexity, divergence, worst, answer, answer_same, .. } = row;
-            let (bytes, same) = (Size(row.bytes).to_string(), 100.0 * row.same);
+            let bytes = Size(row.bytes).to_string();
+            let same = 100.0 * row.same;
             let change = 100.0 * (perplexity / exact_perplexity - 1.0);
             write!(f, "{bits:>4} {bytes:>9}   {perplexity:>10.4} {exact_perplexity:>9.4}   {change:>+8.3}   ")?;
             writeln!(f, "{divergence:>10.6}   {worst:>14.5}   {same:>13.2}   {answer_same} of {answer}")?;

@@ -76,7 +76,8 @@ impl fmt::Display for BenchReport {
             let speeds = |phase: fn(&Run) -> &Phase| self.runs.iter().map(move |run| phase(run).tokens_per_second);
             for (name, phase) in [("prompt", (|run| &run.prompt) as fn(&Run) -> &Phase), ("decode", |run| &run.decode)]
             {
-                let (least, most) = (speeds(phase).fold(f64::MAX, f64::min), speeds(phase).fold(0.0, f64::max));
+                let least = speeds(phase).fold(f64::MAX, f64::min);
+                let most = speeds(phase).fold(0.0, f64::max);
                 writeln!(f, "{name} {least:.2} to {most:.2} tok/s")?;
             }
         }
@@ -94,7 +95,8 @@ impl fmt::Display for BenchReport {
             )?;
         }
         if decode.gpu_waits_per_token > 0.0 {
-            let (waits, skipped) = (decode.gpu_waits_per_token, decode.gpu_skipped_launches_per_token);
+            let waits = decode.gpu_waits_per_token;
+            let skipped = decode.gpu_skipped_launches_per_token;
             writeln!(f, "decode: {waits:.1} waits for routers and {skipped:.0} launches in vain per token")?;
         }
         writeln!(f, "decode without stalls: {:.2} tok/s", median.resident_tokens_per_second)

@@ -127,7 +127,8 @@ impl Counters {
     }
 
     fn until(&self, end: &Self, tokens: usize, lookups: impl Fn(&Self) -> [u64; 3]) -> Phase {
-        let (before, after) = (lookups(self), lookups(end));
+        let before = lookups(self);
+        let after = lookups(end);
         let [hits, misses, prefetched] = std::array::from_fn(|i| after[i] - before[i]);
         let seconds = (end.at - self.at).as_secs_f64();
         let asked = (end.asked - self.asked) as f64;

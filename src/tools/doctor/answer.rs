@@ -118,7 +118,8 @@ impl DemoModel {
             let mut state = model.start()?;
             let begin = Instant::now();
             let mut row = model.forward_with(&mut state, &self.prompt, Rows::Last, &mut PassHooks::default())?;
-            let (prefilled, mut ids) = (Instant::now(), Vec::new());
+            let prefilled = Instant::now();
+            let mut ids = Vec::new();
             while ids.len() < COUNT {
                 ids.push(argmax(row.row(0)).unwrap_or(0));
                 row = model.forward_with(&mut state, &ids[ids.len() - 1..], Rows::Last, &mut PassHooks::default())?;

@@ -80,7 +80,8 @@ pub fn measure(open: OpenGpu<'_>, wait: f64, models: &ReportModels, dir: &Path) 
     let bench = MachineBench { open, models };
 
     let mut gpu = open();
-    let (kind, gpu_name) = (if gpu.is_some() { GPU_KIND } else { CPU }, gpu.as_ref().map(|gpu| gpu.driver.name()));
+    let kind = if gpu.is_some() { GPU_KIND } else { CPU };
+    let gpu_name = gpu.as_ref().map(|gpu| gpu.driver.name());
     let threads = os::physical_cores();
     let budget = Duration::from_millis(500);
     let matrix_rate = match gpu.take() {
@@ -189,12 +190,14 @@ impl MachineBench<'_> {
             }
             model = model.move_to(gpu).map_err(|refused| refused.error)?;
         }
-        let (shape, is_resident) = (model.shape().clone(), model.plan().strategy == Strategy::Resident);
+        let shape = model.shape().clone();
+        let is_resident = model.plan().strategy == Strategy::Resident;
         let ids: Vec<u32> = (0..prompt).map(|index| (index * 7919 % model.info().vocab) as u32).collect();
         let mut session = BenchSession { model, metrics };
         // The first answer fills the slots and warms up pipelines.
         session.run(&ids, decode)?;
-        let (begin, cpu) = (Instant::now(), os::cpu_seconds());
+        let begin = Instant::now();
+        let cpu = os::cpu_seconds();
         let Run { prompt, decode, .. } = session.run(&ids, decode)?;
         let cores = (os::cpu_seconds() - cpu) / begin.elapsed().as_secs_f64();
         runs.push(RunFigures {

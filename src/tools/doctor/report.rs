@@ -89,7 +89,9 @@ fn gpu<S: Serializer>(gpu: &Result<GpuReport, String>, to: S) -> Result<S::Ok, S
 
 impl DoctorReport {
     pub fn new(processor: Vec<Finding>, gpu: Result<GpuReport, String>, answers: Vec<DemoAnswer>) -> Self {
-        let (machine, question, wrong) = (HostInfo::here(), QUESTION, Vec::new());
+        let machine = HostInfo::here();
+        let question = QUESTION;
+        let wrong = Vec::new();
         let mut report = Self { machine, processor, gpu, question, answers, recovery: None, wrong };
         let kernels = report.gpu.iter().flat_map(|gpu| &gpu.kernels);
         let findings = report.processor.iter().chain(kernels).filter(|finding| !finding.agrees());

@@ -24,7 +24,9 @@ pub fn run(args: &cli::tool_args::SynthArgs) -> Result<(), CommandError> {
     bar.finish_and_clear();
     let SynthSummary { bytes, tensors, shards } = written?;
     let seconds = begin.elapsed().as_secs_f64();
-    let (out, size, rate) = (args.out.display(), Size(bytes), bytes as f64 / seconds / 1e6);
+    let out = args.out.display();
+    let size = Size(bytes);
+    let rate = bytes as f64 / seconds / 1e6;
     let files = if shards == 1 { "shard" } else { "shards" };
     println!("{out}: {size} in {tensors} tensors and {shards} {files}, {seconds:.1} s, {rate:.0} MB/s");
     Ok(())

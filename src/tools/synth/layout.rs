@@ -154,7 +154,8 @@ impl TensorList {
         let step = CodeStep { size, groups, skew };
         let codes = [rows, &[cols * bits as usize / 32]].concat();
         let scales = [rows, &[groups]].concat();
-        let (codes_key, key) = (noise::key(self.seed, &format!("{name}.weight")), noise::key(self.seed, name));
+        let codes_key = noise::key(self.seed, &format!("{name}.weight"));
+        let key = noise::key(self.seed, name);
         let mut push = |part: &str, shape: &[usize], fill, key| {
             self.tensors.push(SynthTensor { name: format!("{name}.{part}"), shape: shape.to_vec(), fill, key });
         };
@@ -187,7 +188,8 @@ pub fn tensors(options: &SynthOptions) -> Vec<SynthTensor> {
         }
         if is_full(layer) {
             let name = |part: &str| format!("{layer_name}.self_attn.{part}");
-            let (q, kv) = (d.heads * d.head_dim, d.kv_heads * d.head_dim);
+            let q = d.heads * d.head_dim;
+            let kv = d.kv_heads * d.head_dim;
             list.matrix(name("q_proj"), 2 * q, h, 1.0);
             list.matrix(name("k_proj"), kv, h, 1.0);
             list.matrix(name("v_proj"), kv, h, 1.0);
@@ -202,7 +204,8 @@ pub fn tensors(options: &SynthOptions) -> Vec<SynthTensor> {
             }
         } else {
             let name = |part: &str| format!("{layer_name}.linear_attn.{part}");
-            let (heads, values) = (d.linear_value_heads, d.linear_value_heads * d.linear_head_dim);
+            let heads = d.linear_value_heads;
+            let values = d.linear_value_heads * d.linear_head_dim;
             let channels = 2 * d.linear_key_heads * d.linear_head_dim + values;
             list.dense(name("A_log"), &[heads], Fill::DecayLog);
             list.dense(name("conv1d.weight"), &[channels, CONV_WIDTH, 1], Fill::Normal(0.5));
@@ -259,7 +262,8 @@ fn mix_tensors(list: &mut TensorList, path: &str, streams: &StreamDimensions, hi
 
 /// Tensors of an n-gram table, and the weights that add the rows of the table to the residual streams.
 fn ngram_tensors(list: &mut TensorList, path: &str, streams: &StreamDimensions, hidden: usize) {
-    let (width, row) = (streams.count * hidden, streams.ngram_width / NGRAM_HEADS as usize);
+    let width = streams.count * hidden;
+    let row = streams.ngram_width / NGRAM_HEADS as usize;
     list.matrix(format!("{path}.key_proj"), width, streams.ngram_width, 8.0);
     list.matrix(format!("{path}.value_proj"), hidden, streams.ngram_width, 8.0);
     for norm in ["norm_key", "norm_query", "norm_conv"] {
@@ -283,11 +287,13 @@ fn ngram_base(streams: &StreamDimensions) -> u64 {
 /// Splits the list into files of at most `limit` bytes. A larger tensor gets its own file.
 pub fn shards(tensors: &[SynthTensor], limit: u64) -> Vec<&[SynthTensor]> {
     let mut shards = Vec::new();
-    let (mut first, mut bytes) = (0, 0);
+    let mut first = 0;
+    let mut bytes = 0;
     for (i, tensor) in tensors.iter().enumerate() {
         if i > first && bytes + tensor.bytes() > limit {
             shards.push(&tensors[first..i]);
-            (first, bytes) = (i, 0);
+            first = i;
+            bytes = 0;
         }
         bytes += tensor.bytes();
     }

@@ -159,7 +159,8 @@ impl Dimensions {
             return refuse("a model needs at least one layer and one token".into());
         }
         if self.dense.is_none() && (self.experts < self.experts_per_token || self.experts == 0) {
-            let (e, k) = (self.experts, self.experts_per_token);
+            let e = self.experts;
+            let k = self.experts_per_token;
             return refuse(format!("{e} experts are too few: each token is routed to {k} of them"));
         }
         let inputs = [self.hidden, self.heads * self.head_dim, self.linear_value_heads * self.linear_head_dim];

@@ -64,7 +64,8 @@ fn label_column(labels: &[&str], children: &[Metric]) -> String {
 /// `MOESTRO_WRITE_DOCS=1 cargo test` writes `docs/metrics.md`.
 #[test]
 fn docs_page_matches_table() {
-    let (mut page, families) = (HEAD.to_owned(), documented_families());
+    let mut page = HEAD.to_owned();
+    let families = documented_families();
     for (kind, name, labels, help) in FAMILIES {
         let family = families.iter().find(|family| family.name() == *name);
         let labels = label_column(labels, family.map_or(&[], MetricFamily::get_metric));
@@ -125,7 +126,8 @@ fn build_info_has_one_child() {
 
 #[test]
 fn two_servers_count_separately() {
-    let (a, b) = (Metrics::new("0", "cpu"), Metrics::new("0", "cpu"));
+    let a = Metrics::new("0", "cpu");
+    let b = Metrics::new("0", "cpu");
     a.lookups_decode_hit.inc_by(3);
     a.inter_token_seconds.observe(0.012);
     assert!(a.render().contains("moestro_expert_lookups_total{phase=\"decode\",result=\"hit\"} 3"));

@@ -35,7 +35,8 @@ fn launchd() -> Vec<TcpListener> {
         ) -> libc::c_int;
     }
     let Ok(name) = CString::new(SOCKET) else { return Vec::new() };
-    let (mut fds, mut count) = (ptr::null_mut(), 0);
+    let mut fds = ptr::null_mut();
+    let mut count = 0;
     // SAFETY: the name is a C string. The two out-pointers are valid and written only if 0 is returned.
     if unsafe { launch_activate_socket(name.as_ptr(), &mut fds, &mut count) } != 0 || fds.is_null() {
         return Vec::new();

@@ -256,7 +256,8 @@ mod os {
         }
         // SAFETY: creates a new mapping of an open file, never accesses it, and unmaps it once.
         unsafe {
-            let (read, shared) = (libc::PROT_READ, libc::MAP_SHARED);
+            let read = libc::PROT_READ;
+            let shared = libc::MAP_SHARED;
             let at = libc::mmap(std::ptr::null_mut(), len, read, shared, file.as_raw_fd(), start as libc::off_t);
             if at != libc::MAP_FAILED {
                 // If this fails, pages only stay in the cache, so the result is ignored.

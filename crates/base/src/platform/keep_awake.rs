@@ -80,7 +80,8 @@ mod tests {
 
     #[test]
     fn machine_stays_awake_while_a_guard_lives() {
-        let (first, second) = (KeepAwake::begin(), KeepAwake::begin());
+        let first = KeepAwake::begin();
+        let second = KeepAwake::begin();
         drop(first);
         assert!(HELD.lock().0 > 0);
         drop(second);

@@ -17,9 +17,10 @@ use std::{
 pub fn open_regular_file(path: &Path) -> io::Result<File> {
     // Without `O_NONBLOCK`, opening a FIFO without a writer would block. Regular files ignore the flag.
     let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
-    match file.metadata()?.is_file() {
-        true => Ok(file),
-        false => Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file")),
+    if file.metadata()?.is_file() {
+        Ok(file)
+    } else {
+        Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"))
     }
 }
 
@@ -33,10 +34,7 @@ pub fn read_small_file(path: &Path, max: u64) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::with_capacity(len.min(max) as usize);
     // The file may grow during the read, so the limit also applies to the bytes read.
     file.take(max + 1).read_to_end(&mut bytes)?;
-    match bytes.len() as u64 <= max {
-        true => Ok(bytes),
-        false => Err(too_large(len.max(max + 1), max)),
-    }
+    if bytes.len() as u64 <= max { Ok(bytes) } else { Err(too_large(len.max(max + 1), max)) }
 }
 
 /// Checks a path: either it does not exist, or it names a regular file of at most `max` bytes.
@@ -59,7 +57,9 @@ fn too_large(len: u64, max: u64) -> io::Error {
 
 /// The SHA-256 of a file as lower-case hexadecimal digits.
 pub fn sha256_file(path: &Path) -> io::Result<String> {
-    let (mut file, mut hash, mut block) = (File::open(path)?, Sha256::new(), vec![0; 1 << 20]);
+    let mut file = File::open(path)?;
+    let mut hash = Sha256::new();
+    let mut block = vec![0; 1 << 20];
     loop {
         match file.read(&mut block)? {
             0 => return Ok(hex::encode(hash.finalize())),

@@ -170,7 +170,8 @@ impl Threads {
         struct Base<T>(*mut T);
         // SAFETY: each piece goes to one task, and T is Send.
         unsafe impl<T: Send> Sync for Base<T> {}
-        let (len, size) = (data.len(), size.max(1));
+        let len = data.len();
+        let size = size.max(1);
         let base = Base(data.as_mut_ptr());
         self.run(len.div_ceil(size), &|task| {
             let base = &base;
@@ -240,7 +241,8 @@ impl ThreadPool {
     /// Ends the job: withdraws the job from workers that have not entered it, and waits for workers that have entered
     /// it. Returns true if a task panicked.
     fn close(&self, number: u64) -> bool {
-        let (done, inside) = (2 * number, 2 * number + 1);
+        let done = 2 * number;
+        let inside = 2 * number + 1;
         for CacheAligned(WorkerState { job: at, .. }) in &self.workers {
             let mut turns = 0u32;
             loop {

@@ -286,7 +286,9 @@ fn is_string_array(value: &Value) -> bool {
 /// Finds the smallest part of a prepared schema for which `compile_error` returns an error. `reason` is the error of
 /// the whole schema. Returns the path and the error of the part, or an empty path and `reason` if no part fails alone.
 pub fn locate(schema: &Value, reason: String, compile_error: impl Fn(&Value) -> Option<String>) -> (String, String) {
-    let (mut path, mut reason, mut part) = (String::new(), reason, schema);
+    let mut path = String::new();
+    let mut reason = reason;
+    let mut part = schema;
     // Each step compiles the parts of one level. All levels together are at most as large as the schema.
     'down: for _ in 0..MAX_DEPTH {
         for (inner, child) in subschemas(part) {
@@ -301,7 +303,8 @@ pub fn locate(schema: &Value, reason: String, compile_error: impl Fn(&Value) -> 
             }
             if let Some(cause) = compile_error(&Value::Object(alone)) {
                 path += &inner;
-                (reason, part) = (cause, child);
+                reason = cause;
+                part = child;
                 continue 'down;
             }
         }

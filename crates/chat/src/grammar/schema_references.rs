@@ -121,7 +121,8 @@ impl<'a> Schema<'a> {
 
     /// True if a chain of `$ref` that starts at `schema` returns to a part of the chain.
     fn is_endless(&self, schema: &Value) -> bool {
-        let (mut passed, mut part) = (HashSet::new(), schema);
+        let mut passed = HashSet::new();
+        let mut part = schema;
         while let Some(target) = self.target(part) {
             if !passed.insert(part as *const Value) {
                 return true;
@@ -142,7 +143,8 @@ impl<'a> Schema<'a> {
             }
         }
         if intersects(fields) {
-            let (mut counts, mut followed) = (HashMap::new(), HashSet::new());
+            let mut counts = HashMap::new();
+            let mut followed = HashSet::new();
             self.count_patterns(schema, "", &mut counts, &mut followed, visits);
             if counts.values().any(|counted| counted.multiples > 1 && counted.product > MAX_MULTIPLE) {
                 let reason = "one value must be a multiple of several numbers whose product is too large";
@@ -237,9 +239,11 @@ impl Default for Restrictions {
 /// Returns a number as an integer and the power of ten that divides it. If the number has too many decimals, the first
 /// value is not an integer.
 fn decimal(number: f64) -> (f64, f64) {
-    let (mut coefficient, mut scale) = (number.abs(), 1.0);
+    let mut coefficient = number.abs();
+    let mut scale = 1.0;
     while coefficient.fract() != 0.0 && scale < MAX_SCALE {
-        (coefficient, scale) = (coefficient * 10.0, scale * 10.0);
+        coefficient = coefficient * 10.0;
+        scale = scale * 10.0;
     }
     (coefficient, scale)
 }

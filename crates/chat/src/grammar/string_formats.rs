@@ -38,7 +38,8 @@ pub fn expression(format: &str) -> Option<String> {
         "uuid" => "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}".to_owned(),
         "uri" => {
             let text = |more: &str| format!("([a-zA-Z0-9._~!$&'()*+,;=:@{more}-]|%[0-9A-F]{{2}})*");
-            let (segment, tail) = (text(""), text("/?"));
+            let segment = text("");
+            let tail = text("/?");
             format!(r"[a-z][a-z0-9+.-]*:(//{}(:[0-9]{{1,5}})?)?(/{segment})*(\?{tail})?(#{tail})?", hostname())
         }
         _ => return None,

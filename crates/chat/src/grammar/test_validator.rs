@@ -71,7 +71,8 @@ pub fn errors(schema: &Value, value: &Value, root: &Value) -> Vec<String> {
     if let Some(fields) = value.as_object() {
         must(counted(fields.len(), ["minProperties", "maxProperties"]), "properties");
         let named = |key: &str| schema.get(key).and_then(Value::as_object).cloned().unwrap_or_else(Map::new);
-        let (properties, patterns) = (named("properties"), named("patternProperties"));
+        let properties = named("properties");
+        let patterns = named("patternProperties");
         for name in list("required").into_iter().flatten() {
             must(fields.contains_key(name.as_str().unwrap()), "required");
         }

@@ -80,7 +80,8 @@ fn random_answers_match_their_schema() {
     assert!(SCHEMAS.len() >= 60);
     let mut answers = 0;
     for case in SCHEMAS.iter() {
-        let (schema, name) = (&case["schema"], &case["name"]);
+        let schema = &case["schema"];
+        let name = &case["name"];
         let constraint = compile(&json_format(schema, case["strict"] == true));
         let constraint = constraint.unwrap_or_else(|error| panic!("{name}: {error:?}"));
         for seed in 0..17 {
@@ -112,7 +113,8 @@ fn integers_have_bounded_length() {
                 // Prefers the sign, then nines, so that the number becomes as long and as large as possible.
                 let bytes = |id: u32| GRAMMARS.tokenizer.token_bytes(id);
                 let continues = |id: &u32| {
-                    let (begins, bytes) = (sampled.is_empty() && bytes(*id) == sign.as_bytes(), bytes(*id));
+                    let begins = sampled.is_empty() && bytes(*id) == sign.as_bytes();
+                    let bytes = bytes(*id);
                     begins || !bytes.is_empty() && bytes.iter().all(u8::is_ascii_digit)
                 };
                 let next = allowed.into_iter().filter(continues).max_by_key(|&id| (bytes(id) == b"-", bytes(id)));
@@ -138,7 +140,8 @@ fn random_calls_have_valid_arguments() {
     let objects: Vec<_> = SCHEMAS.iter().filter(|case| case["schema"]["type"] == "object").collect();
     let mut calls = 0;
     for (at, case) in objects.iter().enumerate() {
-        let (schema, name) = (&case["schema"], &case["name"]);
+        let schema = &case["schema"];
+        let name = &case["name"];
         let tools = [tool("f", schema), tool("other", &json!({"type": "object", "properties": {}}))];
         let choice = tools.iter().cloned().enumerate().collect();
         let format = OutputFormat {

@@ -147,7 +147,8 @@ impl ToolGrammar {
             }
             alternatives.push(if alternative.is_empty() { " \"\"".into() } else { alternative });
         }
-        let (index, name) = (self.index, literal(&format!("{}>\n", self.name)));
+        let index = self.index;
+        let name = literal(&format!("{}>\n", self.name));
         let _ = writeln!(self.grammar.lark, "tool_{index}: {name} ({})", alternatives.join(" |"));
         Ok(self.grammar)
     }
@@ -157,7 +158,8 @@ impl ToolGrammar {
         let others = self.root.get("additionalProperties").filter(|others| others.is_object()).cloned();
         let value = others.map_or_else(|| Ok(TEXT.to_owned()), |others| self.value(&others))?;
         let count = |key: &str| self.root.get(key).and_then(Value::as_u64).map(|count| count.min(1000));
-        let (min, max) = (count("minProperties").unwrap_or(0), count("maxProperties").unwrap_or(1000));
+        let min = count("minProperties").unwrap_or(0);
+        let max = count("maxProperties").unwrap_or(1000);
         Ok(format!(" (\"<parameter=\" /[A-Za-z0-9_.-]{{1,64}}/ \">\\n\" ({value})){{{min},{max}}}"))
     }
 
@@ -166,7 +168,8 @@ impl ToolGrammar {
         if depth > MAX_DEPTH || sets.len() > MAX_PARAMETER_SETS {
             return;
         }
-        let (mut set, mut parts) = (base, Vec::new());
+        let mut set = base;
+        let mut parts = Vec::new();
         self.collect_parts(schema, &mut parts, 0);
         for part in parts {
             if let Some(Value::Object(properties)) = part.get("properties") {
@@ -252,7 +255,8 @@ impl ToolGrammar {
     fn string(&mut self, schema: &Value) -> Result<String, FormatError> {
         let number = |key: &str| schema.get(key).and_then(Value::as_u64);
         let text = |key: &str| schema.get(key).and_then(Value::as_str);
-        let (min, max) = (number("minLength").unwrap_or(0), number("maxLength"));
+        let min = number("minLength").unwrap_or(0);
+        let max = number("maxLength");
         let at = self.grammar.lark.len();
         let mut expressions = Vec::new();
         if let Some(pattern) = text("pattern").map(match_whole) {
@@ -306,7 +310,10 @@ fn match_whole(pattern: &str) -> String {
 
 /// Splits an expression at each `|` outside brackets.
 fn top_level_alternatives(pattern: &str) -> Vec<&str> {
-    let (mut depth, mut in_class, mut escaped, mut start) = (0, false, false, 0);
+    let mut depth = 0;
+    let mut in_class = false;
+    let mut escaped = false;
+    let mut start = 0;
     let mut parts = Vec::new();
     for (at, c) in pattern.char_indices() {
         match c {

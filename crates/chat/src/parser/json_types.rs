@@ -36,7 +36,8 @@ impl JsonTypes {
             .filter(|f| f.get("name").and_then(Value::as_str) == Some(function))
             .find_map(|f| f.get("parameters").or_else(|| f.get("input_schema")));
         let Some(schema) = schema else { return STRING };
-        let (mut types, mut left) = (Self::default(), MAX_SUBSCHEMAS);
+        let mut types = Self::default();
+        let mut left = MAX_SUBSCHEMAS;
         types.collect_parameter(schema, schema, name, &mut left);
         let named = schema.get("properties").is_some_and(|properties| properties.get(name).is_some());
         if let (false, true, Some(others)) = (named, types == Self::default(), schema.get("additionalProperties")) {
@@ -62,7 +63,8 @@ impl JsonTypes {
 
     /// Types that `schema` allows. `root` is the schema that contains `schema`. A string if the schema names no type.
     pub fn of_schema(schema: &Value, root: &Value) -> Self {
-        let (mut types, mut left) = (Self::default(), MAX_SUBSCHEMAS);
+        let mut types = Self::default();
+        let mut left = MAX_SUBSCHEMAS;
         types.collect(schema, root, &mut left);
         if types == Self::default() { STRING } else { types }
     }

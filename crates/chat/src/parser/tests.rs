@@ -17,7 +17,8 @@ fn pieces<'a>(
     cut: bool,
 ) -> Vec<String> {
     let mut parser = Parser::new(in_reasoning, tools);
-    let (mut text, mut deltas) = (String::new(), Vec::new());
+    let mut text = String::new();
+    let mut deltas = Vec::new();
     for piece in pieces {
         text += piece;
         deltas.extend(parser.push(piece));
@@ -267,7 +268,8 @@ proptest! {
 
     #[test]
     fn cuts_do_not_change_deltas(text in markup(), in_reasoning: bool, cuts in prop::collection::vec(0usize..12, 0..24)) {
-        let (mut parts, mut rest) = (Vec::new(), text.as_str());
+        let mut parts = Vec::new();
+        let mut rest = text.as_str();
         for cut in cuts {
             let at = rest.char_indices().nth(cut).map_or(rest.len(), |(at, _)| at);
             let (part, later) = rest.split_at(at);

@@ -320,7 +320,8 @@ fn split<'a>(text: &'a str, separator: Option<&str>, max: usize, from_end: bool)
                     parts.push(rest);
                     break;
                 };
-                let (before, after) = (&rest[..at], rest[at..].trim_start_matches(is_space));
+                let before = &rest[..at];
+                let after = rest[at..].trim_start_matches(is_space);
                 parts.push(if from_end { after } else { before });
                 rest = if from_end { before.trim_end_matches(is_space) } else { after };
             }

@@ -25,7 +25,8 @@ fn check_limits(source: &str) -> Result<(), String> {
     if source.len() > MAX_BYTES {
         return Err(format!("it has more than {MAX_BYTES} bytes"));
     }
-    let (mut rest, mut elifs) = (source, 0);
+    let mut rest = source;
+    let mut elifs = 0;
     while let Some(at) = find_tag(rest) {
         let tag = &rest[at..];
         if tag.starts_with("{#") {
@@ -34,7 +35,9 @@ fn check_limits(source: &str) -> Result<(), String> {
         }
         let is_block = tag.starts_with("{%");
         let close = if is_block { "%}" } else { "}}" };
-        let (mut inside, mut words, mut open_brackets) = (&tag[2..], 0, 0usize);
+        let mut inside = &tag[2..];
+        let mut words = 0;
+        let mut open_brackets = 0usize;
         while !(inside.is_empty() || open_brackets == 0 && inside.starts_with(close)) {
             let (word, after) = inside.split_at(word_len(inside));
             inside = after;

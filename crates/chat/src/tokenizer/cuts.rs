@@ -34,7 +34,8 @@ pub(super) struct Cuts {
 impl Cuts {
     /// The rules for a tokenizer. `None` if texts of this tokenizer must not be cut.
     pub fn of(tokenizer: &Tokenizer) -> Option<Self> {
-        let (words, normalizer) = (tokenizer.get_pre_tokenizer()?, tokenizer.get_normalizer());
+        let words = tokenizer.get_pre_tokenizer()?;
+        let normalizer = tokenizer.get_normalizer();
         let words = serde_json::to_value(words).ok()?;
         let [split, bytes] = words["pretokenizers"].as_array()?.as_slice() else { return None };
         let known = words["type"] == "Sequence"
@@ -156,8 +157,10 @@ mod tests {
         fn pieces_encode_as_the_whole(
             parts in prop::collection::vec(prop::sample::select(&PARTS[..]), 0..24),
         ) {
-            let (text, tokenizer) = (parts.concat(), &DEMO.0);
-            let (mut ids, mut rest) = (Vec::new(), &*text);
+            let text = parts.concat();
+            let tokenizer = &DEMO.0;
+            let mut ids = Vec::new();
+            let mut rest = &*text;
             while !rest.is_empty() {
                 let piece;
                 (piece, rest) = rest.split_at(DEMO.1.first(rest, 1));

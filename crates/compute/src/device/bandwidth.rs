@@ -19,7 +19,8 @@ pub fn memory_bandwidth(threads: usize, bytes: usize, budget: Duration) -> io::R
             let mine = unsafe { slab.bytes_mut(thread * part..(thread + 1) * part) };
             // The first write to a page commits its memory.
             mine.fill(thread as u8 + 1);
-            let (begin, mut passes) = (Instant::now(), 0);
+            let begin = Instant::now();
+            let mut passes = 0;
             while passes == 0 || begin.elapsed() < budget {
                 black_box(sum(black_box(mine)));
                 passes += 1;

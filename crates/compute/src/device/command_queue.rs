@@ -215,7 +215,8 @@ impl<D: Driver> CommandQueue<D> {
     /// True if no command buffer has ended for `stall_timeout`. Then marks the device as lost.
     fn is_stalled(&mut self, pending: &mut usize, last_change: &mut Instant) -> bool {
         if self.in_flight.len() < *pending {
-            (*pending, *last_change) = (self.in_flight.len(), Instant::now());
+            *pending = self.in_flight.len();
+            *last_change = Instant::now();
         }
         if last_change.elapsed() > self.stall_timeout {
             let seconds = self.stall_timeout.as_secs_f64();
@@ -228,7 +229,8 @@ impl<D: Driver> CommandQueue<D> {
     /// Records that all work up to `value` has succeeded, and resets the failure count.
     fn mark_succeeded(&mut self, value: u64) {
         if value > self.succeeded_value {
-            (self.succeeded_value, self.failures) = (value, 0);
+            self.succeeded_value = value;
+            self.failures = 0;
         }
     }
 

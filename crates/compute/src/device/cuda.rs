@@ -279,7 +279,8 @@ impl Driver for Cuda {
         self.make_current()?;
         let Launch { kernel, args, bindings, grid, threads, .. } = launch;
         if args.len() > MAX_ARGUMENTS || bindings.len() > MAX_BUFFERS {
-            let (words, buffers) = (args.len(), bindings.len());
+            let words = args.len();
+            let buffers = bindings.len();
             return fail(format!("{kernel}: {words} words of arguments or {buffers} buffers are too many"));
         }
         let addresses = bindings.iter().map(|binding| self.region_address(binding.region)).collect::<Result<_, _>>()?;

@@ -68,9 +68,10 @@ pub fn cuda_source(text: &str) -> String {
 
 /// Complete source of one file for Metal. Without `tiles`, the kernels that need matrix units are left out.
 pub fn metal_source(text: &str, tiles: bool) -> String {
-    match tiles {
-        true => format!("{METAL_SHIM}\n{QUANT}\n{TILES}\n{text}"),
-        false => format!("#define NO_TILES\n{METAL_SHIM}\n{QUANT}\n{text}"),
+    if tiles {
+        format!("{METAL_SHIM}\n{QUANT}\n{TILES}\n{text}")
+    } else {
+        format!("#define NO_TILES\n{METAL_SHIM}\n{QUANT}\n{text}")
     }
 }
 
@@ -121,9 +122,8 @@ mod tests {
     fn compile_retries_without_tiles() {
         let all = FILES.len();
         let compiled = |rejects: fn(&str, bool) -> bool| {
-            let made = compile(|name, _, tiles| match rejects(name, tiles) {
-                true => Err(format!("line 1 of {name}")),
-                false => Ok((name.to_string(), tiles)),
+            let made = compile(|name, _, tiles| {
+                if rejects(name, tiles) { Err(format!("line 1 of {name}")) } else { Ok((name.to_string(), tiles)) }
             });
             assert!(made.libraries.iter().all(|(_, tiles)| *tiles == made.has_tiles));
             (made.libraries.len(), made.refused.len(), made.has_tiles)

@@ -133,7 +133,8 @@ impl Launch {
             output.access = BufferAccess::ReadWrite;
         }
         if let (Some(can_skip), Some(binding)) = (self.args.first_mut(), self.bindings.last_mut()) {
-            (*can_skip, *binding) = (1, Binding { region: flag, access, is_table: false });
+            *can_skip = 1;
+            *binding = Binding { region: flag, access, is_table: false };
         }
     }
 
@@ -159,7 +160,8 @@ mod tests {
             let bindings = vec![binding];
             Launch { kernel: "k", args: vec![], bindings, grid: [1; 3], threads: 32, skip: SkipUse::None }
         };
-        let (read, write) = (launch(Binding::read(region(0))), launch(Binding::write(region(4))));
+        let read = launch(Binding::read(region(0)));
+        let write = launch(Binding::write(region(4)));
         assert!(write.conflicts_with(&read) && read.conflicts_with(&write));
         assert!(!read.conflicts_with(&read));
         assert!(!launch(Binding::read_write(region(8))).conflicts_with(&read));
@@ -167,7 +169,8 @@ mod tests {
 
     #[test]
     fn skip_flag_depends_on_launch_alone() {
-        let (own, flag) = (Region { buffer: 1, offset: 0, len: 8 }, Region { buffer: 2, offset: 0, len: 4 });
+        let own = Region { buffer: 1, offset: 0, len: 8 };
+        let flag = Region { buffer: 2, offset: 0, len: 4 };
         // The name is one that never decides.
         let with_flag = |skip| {
             let bindings = vec![Binding::write(own), Binding::no_skip_flag(own)];

@@ -295,7 +295,8 @@ impl Driver for Metal {
                 let Some(memory) = self.buffers.get(&binding.region.buffer) else {
                     return fail(format!("{:?}: there is no such buffer", binding.region));
                 };
-                let (buffer, offset) = (memory.buffer.as_ref(), binding.region.offset);
+                let buffer = memory.buffer.as_ref();
+                let offset = binding.region.offset;
                 // SAFETY: the offset is inside the buffer. The queue does not free the buffer before the GPU has
                 // completed the launch.
                 unsafe { open.encoder.setBuffer_offset_atIndex(Some(buffer), offset, index + 1) };

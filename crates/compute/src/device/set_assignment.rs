@@ -60,7 +60,8 @@ mod tests {
         for _ in 0..200 {
             assert!(sets.add(gib) < 32);
         }
-        let (least, most) = (sets.sets.iter().min().unwrap(), sets.sets.iter().max().unwrap());
+        let least = sets.sets.iter().min().unwrap();
+        let most = sets.sets.iter().max().unwrap();
         assert!(most - least <= 3 * gib, "{:?}", sets.sets);
     }
 }

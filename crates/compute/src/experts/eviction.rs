@@ -57,7 +57,9 @@ pub struct EvictionScores {
 impl EvictionScores {
     pub fn new(layers: usize, experts: usize) -> Self {
         let zeros = vec![0.0; experts];
-        let (mean, variance, share) = (zeros.clone(), zeros.clone(), zeros);
+        let mean = zeros.clone();
+        let variance = zeros.clone();
+        let share = zeros;
         let layer = LayerStats { mean, variance, share, mean_variance: 0.0, margin_tokens: 0.0, share_tokens: 0.0 };
         Self { experts, layers: vec![layer; layers] }
     }
@@ -77,7 +79,8 @@ impl EvictionScores {
 
     /// Sets the initial score of an expert to its score in an earlier run. Called before the first token.
     pub fn set_prior(&mut self, key: ExpertKey, score: f32) {
-        let (layer, expert) = (key as usize / self.experts.max(1), key as usize % self.experts.max(1));
+        let layer = key as usize / self.experts.max(1);
+        let expert = key as usize % self.experts.max(1);
         let Some(layer) = self.layers.get_mut(layer) else { return };
         if let Some(share) = layer.share.get_mut(expert) {
             *share = score.clamp(0.0, 1.0);

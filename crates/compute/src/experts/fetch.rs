@@ -90,7 +90,8 @@ impl ExpertStore {
     /// The slots of the experts of `layer` for the device's table, if they have changed since the last call for this
     /// layer. The slots stay valid until the next fetch or prefetch.
     pub fn take_device_slots(&self, layer: usize) -> Option<Vec<u32>> {
-        let (first, count) = (self.key(layer, 0)? as usize, self.map.layers.get(layer)?.len());
+        let first = self.key(layer, 0)? as usize;
+        let count = self.map.layers.get(layer)?.len();
         self.state.borrow_mut().slots.take_device_slots(first..first + count)
     }
 
@@ -274,7 +275,10 @@ impl ExpertFetch<'_> {
             }
         };
         store.release_failed_prefetches(state);
-        let (mut hits, mut misses, mut from_prefetch, mut are_on_device) = (0, 0, 0, true);
+        let mut hits = 0;
+        let mut misses = 0;
+        let mut from_prefetch = 0;
+        let mut are_on_device = true;
         let PendingExperts { waiting, in_slots, .. } = &mut self.pending;
         waiting.retain_mut(|wanted| {
             let key = store.key(self.layer, wanted.expert);
@@ -348,7 +352,8 @@ impl ExpertFetch<'_> {
 
     /// Moves experts whose bytes have arrived from `in_slots` to the batch.
     fn collect_batch(&mut self, state: &mut StoreState) -> Result<(), StoreError> {
-        let (store, layer) = (self.store, self.layer);
+        let store = self.store;
+        let layer = self.layer;
         let PendingExperts { in_slots, batch, unverified, .. } = &mut self.pending;
         let mut failed = None;
         in_slots.retain(|expert| match state.slots.state(expert.slot) {

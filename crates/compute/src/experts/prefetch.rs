@@ -130,8 +130,10 @@ impl Prefetcher {
                 self.keep_tokens = (self.keep_tokens * 2).min(MAX_KEEP_TOKENS);
             }
             TrialStage::WarmUp | TrialStage::Settled if self.tokens_left == 0 => {
-                (self.stage, self.tokens_left) = (TrialStage::Trial, TRIAL_TOKENS);
-                (self.stall_seconds, self.reads) = ([0.0; 2], [0; 2]);
+                self.stage = TrialStage::Trial;
+                self.tokens_left = TRIAL_TOKENS;
+                self.stall_seconds = [0.0; 2];
+                self.reads = [0; 2];
             }
             TrialStage::WarmUp | TrialStage::Settled => {}
         }

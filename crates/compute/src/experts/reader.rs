@@ -422,7 +422,8 @@ impl ReaderState {
 
     /// Verifies the checksum of a record in state [`SlotState::Checking`].
     fn verify(&self, job: &ReadJob) -> ReadOutcome {
-        let (read, base) = (&job.read, self.range(job).start);
+        let read = &job.read;
+        let base = self.range(job).start;
         let Some(records) = self.source.pack_records() else { return ReadOutcome::Done };
         // SAFETY: the slot is Checking: no thread writes to it, and it is not reused.
         let bytes = unsafe { self.slab.bytes(base..base + read.needed) };
@@ -437,7 +438,8 @@ impl ReaderState {
 
     /// Marks a record as damaged, so that later reads rebuild it from the checkpoint.
     fn mark_damaged(&self, records: &PackRecords, read: &ReadRange, why: &io::Error) {
-        let (path, offset) = (self.source.path(read.file), read.offset);
+        let path = self.source.path(read.file);
+        let offset = read.offset;
         let why = format!("{}, record at byte {offset}: {why}", path.display());
         if records.mark_damaged(read.file, offset, &why) {
             self.metrics.pack_damaged_records.inc();

@@ -263,7 +263,8 @@ impl SlotTable {
         let Some(pinned) = self.slots.get_mut(slot.index()) else { return };
         pinned.pins = pinned.pins.saturating_sub(1);
         pinned.in_use_until = pinned.in_use_until.max(in_use_until);
-        let (key, pins) = (pinned.key, pinned.pins);
+        let key = pinned.key;
+        let pins = pinned.pins;
         match self.state(slot) {
             SlotState::Failed | SlotState::Damaged if pins == 0 => self.vacate(slot),
             SlotState::Ready if pins == 0 => self.add_victim(scores.score(key), slot.0),
@@ -297,7 +298,8 @@ impl SlotTable {
                 (index, Some(old.key), old.is_prefetched)
             }
         };
-        let (pins, is_prefetched) = (u32::from(reason != ReadReason::WarmStart), reason == ReadReason::Prefetch);
+        let pins = u32::from(reason != ReadReason::WarmStart);
+        let is_prefetched = reason == ReadReason::Prefetch;
         *self.slots.get_mut(index as usize)? =
             Slot { key, pins, in_use_until: SyncPoint::START, is_prefetched, is_on_device: false };
         *self.slot_of.get_mut(key as usize)? = index;
@@ -350,7 +352,9 @@ impl SlotTable {
     pub fn vacate(&mut self, slot: SlotId) {
         let Some(key) = self.key(slot) else { return };
         if let (Some(at), Some(freed)) = (self.slot_of.get_mut(key as usize), self.slots.get_mut(slot.index())) {
-            (*at, freed.pins, freed.in_use_until) = (NO_SLOT, 0, SyncPoint::START);
+            *at = NO_SLOT;
+            freed.pins = 0;
+            freed.in_use_until = SyncPoint::START;
         }
         self.set_stale(key);
         self.states.set(slot, SlotState::Free);
@@ -388,7 +392,8 @@ impl SlotTable {
             let (Some(into), Some(held)) = (self.free.pop(), self.slots.get(from.index()).copied()) else { continue };
             let into = SlotId(into);
             if let (Some(slot), Some(at)) = (self.slots.get_mut(into.index()), self.slot_of.get_mut(key as usize)) {
-                (*slot, *at) = (Slot { is_on_device: false, ..held }, into.0);
+                *slot = Slot { is_on_device: false, ..held };
+                *at = into.0;
             }
             self.set_stale(key);
             self.states.assign(into, key, self.state(from));

@@ -111,7 +111,8 @@ impl ShardFiles {
 
     /// Fills `into` with the bytes of a piece, and then removes them from the page cache. Returns the number of reads.
     pub fn read_piece(&self, piece: &Piece, into: &mut [u8]) -> io::Result<u64> {
-        let (mut done, mut reads) = (0, 0);
+        let mut done = 0;
+        let mut reads = 0;
         while let Some(rest) = into.get_mut(done..).filter(|rest| !rest.is_empty()) {
             match self.read(piece.file, piece.offset + done as u64, rest) {
                 Ok(0) => return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the file ends inside an expert")),
@@ -203,7 +204,8 @@ impl LayerRecords {
         pieces: [(u64, usize); PIECES],
         experts: impl IntoIterator<Item = (u32, [Piece; PIECES])>,
     ) -> Self {
-        let (reads, is_damaged) = (|| AtomicU8::new(0), || AtomicBool::new(false));
+        let reads = || AtomicU8::new(0);
+        let is_damaged = || AtomicBool::new(false);
         let record = |(crc32, source)| Record { crc32, reads: reads(), is_damaged: is_damaged(), source };
         Self { stride, pieces, records: experts.into_iter().map(record).collect() }
     }
@@ -275,7 +277,8 @@ impl PackRecords {
     /// The checkpoint cannot be read. The error names the file.
     pub fn rebuild(&self, file: u32, offset: u64, into: &mut [u8]) -> io::Result<(u64, u64)> {
         let (records, record) = self.record(file, offset).ok_or_else(no_such_record)?;
-        let (mut reads, mut bytes) = (0, 0);
+        let mut reads = 0;
+        let mut bytes = 0;
         for (piece, &(at, len)) in record.source.iter().zip(&records.pieces) {
             let part = into.get_mut(at as usize..at as usize + len).ok_or_else(no_such_record)?;
             reads += self.checkpoint.read_piece(piece, part).map_err(|error| {

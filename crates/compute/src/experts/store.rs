@@ -354,7 +354,8 @@ impl ExpertStore {
     }
 
     fn pieces_of(&self, key: ExpertKey) -> Option<&[Piece; PIECES]> {
-        let (layer, expert) = (key as usize / self.experts, key as usize % self.experts);
+        let layer = key as usize / self.experts;
+        let expert = key as usize % self.experts;
         self.map.layers.get(layer)?.get(expert)
     }
 
@@ -384,7 +385,8 @@ impl ExpertStore {
     /// The error of the last read into this slot.
     pub(super) fn read_error(&self, state: &StoreState, slot: SlotId) -> StoreError {
         let key = state.slots.key(slot).unwrap_or_default() as usize;
-        let (layer, expert) = (key / self.experts, key % self.experts);
+        let layer = key / self.experts;
+        let expert = key % self.experts;
         match self.reader.take_failure(slot) {
             Some(ReadFailure { file, offset, len, source }) => {
                 StoreError::Read { layer, expert, file: self.reader.source().path(file), offset, len, source }
@@ -532,7 +534,8 @@ impl ExpertStore {
     fn restore_slots(&self, state: &mut StoreState, to: usize, device: &mut dyn SlotDevice) -> io::Result<()> {
         let slots = state.slots.len()..to;
         self.slab.reuse_pages(self.layout.range(slots.clone()))?;
-        let (mut until, mut done) = (to, Ok(()));
+        let mut until = to;
+        let mut done = Ok(());
         if self.whole_segments.get() {
             for segment in self.layout.segments_of(slots) {
                 done = device.restore_segment(segment).map_err(io::Error::other);
@@ -548,7 +551,8 @@ impl ExpertStore {
     }
 
     fn update_slot_metrics(&self, state: &StoreState) {
-        let (slots, used) = (state.slots.len(), state.slots.used());
+        let slots = state.slots.len();
+        let used = state.slots.used();
         self.metrics.expert_slots.set(slots as i64);
         self.metrics.expert_slots_used.set(used as i64);
         self.metrics.memory_experts.set((slots * self.layout.slot_bytes) as i64);

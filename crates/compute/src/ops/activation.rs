@@ -31,7 +31,8 @@ wide! {
         }
         let max = lanes.iter().chain(rest).copied().fold(f32::NEG_INFINITY, f32::max);
         let (chunks, rest) = x.as_chunks_mut::<16>();
-        let (one, mut sum) = (V::splat(1.0), V::splat(0.0));
+        let one = V::splat(1.0);
+        let mut sum = V::splat(0.0);
         for chunk in chunks {
             for x in chunk.iter_mut() {
                 *x = exp((*x - max) * scale);

@@ -236,7 +236,8 @@ impl PromptCache {
     pub fn make_room(&self, ids: &[u32], kind: SnapshotKind, needed: &dyn Fn() -> u64) -> bool {
         let mut state = self.state.lock();
         if let Some(id) = state.find_exact(ids).filter(|&id| state.tree[id].memory.is_some()) {
-            let (clock, entry) = (state.clock, &mut state.tree[id]);
+            let clock = state.clock;
+            let entry = &mut state.tree[id];
             entry.last_used = clock;
             entry.kind = entry.kind.min(kind);
             return false;
@@ -333,7 +334,8 @@ impl PromptCache {
     /// Removes a snapshot from memory.
     pub(super) fn evict(&self, state: &mut CacheState, id: NodeId) {
         let entry = &mut state.tree[id];
-        let (kind, on_disk) = (entry.kind, entry.disk.is_some());
+        let kind = entry.kind;
+        let on_disk = entry.disk.is_some();
         if let Some(snapshot) = entry.memory.take() {
             state.memory_use.remove(&snapshot);
         }

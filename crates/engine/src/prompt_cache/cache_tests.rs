@@ -22,9 +22,11 @@ fn tokens(first: u32, count: usize) -> Vec<u32> {
 /// The demo model, some tokens, and a snapshot of these tokens whose pages are in the model's pool.
 pub fn paged() -> (Qwen, Vec<u32>, Snapshot) {
     let demo = Path::new(test_support::ROOT).join("models/demo/moestro-demo");
-    let (options, metrics) = (LoadOptions { threads: Some(1), ..LoadOptions::default() }, Metrics::new("test", "cpu"));
+    let options = LoadOptions { threads: Some(1), ..LoadOptions::default() };
+    let metrics = Metrics::new("test", "cpu");
     let mut model = Qwen::load(&demo, &options, &metrics, &mut |_, _| ()).unwrap();
-    let (mut state, ids) = (model.start().unwrap(), (0..PAGE as u32 + 3).collect::<Vec<_>>());
+    let mut state = model.start().unwrap();
+    let ids = (0..PAGE as u32 + 3).collect::<Vec<_>>();
     model.forward(&mut state, &ids, Rows::None).unwrap();
     let snapshot = model.snapshot(&mut state).unwrap();
     (model, ids, snapshot)
@@ -162,7 +164,8 @@ fn answer_value_excludes_its_prompt() {
 #[test]
 fn page_held_by_writer_is_still_evicted() {
     let (model, ids, snapshot) = paged();
-    let (pool, read) = (model.info().pages.unwrap(), snapshot.pages[0].clone());
+    let pool = model.info().pages.unwrap();
+    let read = snapshot.pages[0].clone();
     let cache = PromptCache::new(1 << 30, model.info().snapshot_size, Metrics::new("test", "cpu"));
     cache.set_page_pool(Some(pool.clone()));
     cache.insert(&ids, SnapshotKind::Message, snapshot, 0);

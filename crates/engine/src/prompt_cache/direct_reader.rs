@@ -98,7 +98,8 @@ mod tests {
                     if end < at + before || end > bytes.len() {
                         continue;
                     }
-                    let (mut head, mut body) = (vec![0; before], vec![0; end - at - before]);
+                    let mut head = vec![0; before];
+                    let mut body = vec![0; end - at - before];
                     let mut buffer = ReadBuffer::new().unwrap();
                     let len = bytes.len() as u64;
                     let hash = reader.read(&path, len, at as u64, &mut head, &mut body, &mut buffer).unwrap();

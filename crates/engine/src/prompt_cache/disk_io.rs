@@ -363,7 +363,8 @@ impl CacheState {
         let mut waiting: Vec<(f64, NodeId)> = unwritten.map(|(id, _)| (self.value(id, size), id)).collect();
         waiting.sort_by(|a, b| b.0.total_cmp(&a.0));
         waiting.into_iter().find_map(|(_, id)| {
-            let (ids, snapshot) = (self.tree.tokens(id), self.tree[id].memory.clone()?);
+            let ids = self.tree.tokens(id);
+            let snapshot = self.tree[id].memory.clone()?;
             let (missing_pages, bytes) = disk.missing_pages(&ids);
             let files = disk.files.clone();
             (bytes <= allowance.min(disk.limit)).then_some(PendingWrite { ids, snapshot, files, missing_pages })

@@ -89,7 +89,8 @@ fn bytes_on_disk(dir: &Path) -> u64 {
 
 /// A cache with two snapshots that share a page, and the tokens of the longer snapshot.
 fn cache_with_two(options: &DiskCacheOptions) -> (OpenCache, Vec<u32>) {
-    let (cache, ids) = (open(options), tokens(1, 2 * PAGE + 40));
+    let cache = open(options);
+    let ids = tokens(1, 2 * PAGE + 40);
     put(&cache, &ids[..PAGE + 10]);
     put(&cache, &ids);
     (cache, ids)
@@ -199,7 +200,8 @@ fn pages_in_memory_are_not_read() {
     let (first, ids) = cache_with_two(&options);
     drop(first);
     let second = open(&options);
-    let (read, whole) = (&second.metrics.prompt_cache_disk_read_bytes, |len| SIZE.bytes(len, 0));
+    let read = &second.metrics.prompt_cache_disk_read_bytes;
+    let whole = |len| SIZE.bytes(len, 0);
     assert_eq!(found(&second, &ids[..PAGE + 20]), Some((PAGE + 10, SnapshotSource::Disk)));
     assert_eq!(read.get(), whole(PAGE + 10));
     assert_eq!(found(&second, &ids), Some((ids.len(), SnapshotSource::Disk)));
@@ -348,7 +350,8 @@ fn special_and_oversized_files_are_ignored() {
 
 #[test]
 fn clearing_does_not_follow_links() {
-    let (dir, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let dir = tempfile::tempdir().unwrap();
+    let other = tempfile::tempdir().unwrap();
     let outside = other.path().join("1.state");
     fs::write(&outside, b"").unwrap();
     std::os::unix::fs::symlink(other.path(), dir.path().join("0".repeat(32))).unwrap();
@@ -469,7 +472,8 @@ fn cancelled_write_leaves_no_page() {
     let dir = tempfile::tempdir().unwrap();
     let (own, _) = SnapshotFiles::open(dir.path(), "a key", SIZE, MAX_TOKENS).unwrap();
     let count = || fs::read_dir(own.dir()).unwrap().count();
-    let (ids, whole) = (tokens(1, 2 * PAGE), snapshot(&tokens(1, 2 * PAGE)));
+    let ids = tokens(1, 2 * PAGE);
+    let whole = snapshot(&tokens(1, 2 * PAGE));
     let mut pages: Vec<_> = whole.pages.iter().map(Arc::downgrade).collect();
     let mut bytes = 0;
     assert!(own.write(&ids, &whole.state, &pages, &[true, true], &mut bytes).unwrap());

@@ -33,7 +33,9 @@ impl<T> Default for PrefixTree<T> {
 impl<T> PrefixTree<T> {
     /// The nodes whose sequences are prefixes of `ids`, shortest first.
     pub fn path(&self, ids: &[u32]) -> Vec<NodeId> {
-        let (mut path, mut rest, mut children) = (Vec::new(), ids, &self.roots);
+        let mut path = Vec::new();
+        let mut rest = ids;
+        let mut children = &self.roots;
         while let Some(&id) = children.iter().find(|&&id| rest.starts_with(&self.node(id).edge)) {
             path.push(id);
             rest = &ids[self.node(id).len..];
@@ -173,7 +175,8 @@ mod tests {
         /// Compares values, prefixes and parents with those of a `BTreeMap` with the same sequences.
         #[test]
         fn tree_matches_a_map_of_sequences(steps in prop::collection::vec((prop::collection::vec(0u32..3, 1..7), any::<bool>()), 1..60)) {
-            let (mut tree, mut map) = (PrefixTree::default(), BTreeMap::new());
+            let mut tree = PrefixTree::default();
+            let mut map = BTreeMap::new();
             for (number, (ids, put)) in steps.into_iter().enumerate() {
                 if put {
                     let id = tree.entry(&ids, || number);

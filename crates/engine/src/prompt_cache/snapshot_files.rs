@@ -206,7 +206,8 @@ impl SnapshotFiles {
         let mut body = zeroed_buffer(self.size.state as usize + tokens.len() + tail);
         let missing = &digests[known.len().min(digests.len())..];
         let mut pages = vec![None; missing.len()];
-        let (len, mut header) = (body.len(), [0; HEADER]);
+        let len = body.len();
+        let mut header = [0; HEADER];
         // The state comes first, since its parts are the longest jobs.
         let (first, rest) = body.split_at_mut(len.min(READ_PART - HEADER));
         let rest = rest
@@ -250,7 +251,8 @@ impl SnapshotFiles {
     fn read_page(&self, digest: &TokenDigest, buffer: &mut ReadBuffer) -> io::Result<Vec<u8>> {
         let mut header = [0; HEADER];
         let mut page = zeroed_buffer(self.size.page.bytes(PAGE) as usize);
-        let (path, len) = (self.dir.join(page_name(digest)), (HEADER + page.len()) as u64);
+        let path = self.dir.join(page_name(digest));
+        let len = (HEADER + page.len()) as u64;
         let checksum = self.reader.read(&path, len, 0, &mut header, &mut page, buffer)?;
         self.check(&header, PAGE, page.len(), checksum)?;
         Ok(page)

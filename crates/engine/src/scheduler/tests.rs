@@ -46,7 +46,8 @@ impl Engine {
             on_pass: pass,
             ..MockModel::default()
         };
-        let (info, metrics) = (mock.info(), Metrics::new("test", "cpu"));
+        let info = mock.info();
+        let metrics = Metrics::new("test", "cpu");
         let limits = AdmissionLimits {
             vocab: info.vocab,
             context: info.context,
@@ -81,7 +82,8 @@ impl Engine {
 
 /// Number of tokens received since the last call, and true if the request has ended.
 fn received(events: &mut Events) -> (usize, bool) {
-    let (mut tokens, mut ended) = (0, false);
+    let mut tokens = 0;
+    let mut ended = false;
     while let Ok(event) = events.try_recv() {
         tokens += usize::from(matches!(event, Event::Token { .. }));
         ended |= matches!(event, Event::Done { .. });
@@ -182,7 +184,8 @@ fn decoding_keeps_half_its_rate() {
             answer.poll(&engine);
         }
         let mut others = [Client::new(&engine, 4096, 1), Client::new(&engine, 50, 1)];
-        let (begun, had) = (CLOCK.get(), answer.tokens);
+        let begun = CLOCK.get();
+        let had = answer.tokens;
         while others[0].ended < 30 {
             engine.step();
             others.iter_mut().for_each(|client| client.poll(&engine));

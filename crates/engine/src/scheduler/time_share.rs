@@ -100,9 +100,10 @@ impl TimeShare {
     /// Records the duration of a chunk. `most` is the largest chunk size. `overtakes` is true if an older prompt was
     /// not complete.
     pub fn record_chunk(&mut self, rows: usize, most: usize, seconds: f64, overtakes: bool) {
-        match self.decode_debt > 0.0 {
-            true => self.skipped_wait += seconds,
-            false => self.last_chunk = seconds,
+        if self.decode_debt > 0.0 {
+            self.skipped_wait += seconds
+        } else {
+            self.last_chunk = seconds
         }
         self.decode_debt += seconds;
         self.overtaking += if overtakes { seconds } else { -seconds.min(self.overtaking) };
@@ -116,12 +117,14 @@ impl TimeShare {
     pub fn record_decode(&mut self, seconds: f64) {
         self.decode_debt -= seconds;
         if self.decode_debt <= 0.0 {
-            (self.decode_debt, self.skipped_wait) = (0.0, 0.0);
+            self.decode_debt = 0.0;
+            self.skipped_wait = 0.0;
         }
     }
 
     /// Clears the debt. Called when no sequence decodes.
     pub fn clear_decode_debt(&mut self) {
-        (self.decode_debt, self.skipped_wait) = (0.0, 0.0);
+        self.decode_debt = 0.0;
+        self.skipped_wait = 0.0;
     }
 }

@@ -159,7 +159,8 @@ impl SpeculationController {
                 match self.best_width(true) {
                     Some((gain, rows)) if gain > MIN_START_GAIN => {
                         self.state = ControllerState::Speculating { cycles: 0 };
-                        (self.saved_before_probe, self.last_probe_cost) = (None, 0.0);
+                        self.saved_before_probe = None;
+                        self.last_probe_cost = 0.0;
                         self.backoff = BACKOFF[0];
                         rows
                     }
@@ -331,7 +332,8 @@ impl SpeculationController {
                 // Moves old measurements towards the prior, since texts and cache contents change.
                 self.backoff = (2 * self.backoff).min(BACKOFF[1]);
                 self.acceptance.iter_mut().for_each(|[right, tried]| {
-                    (*right, *tried) = (0.75 * *right + 0.25 * PRIOR[0], 0.75 * *tried + 0.25 * PRIOR[1]);
+                    *right = 0.75 * *right + 0.25 * PRIOR[0];
+                    *tried = 0.75 * *tried + 0.25 * PRIOR[1];
                 });
                 for (seconds, rows) in self.cycle_seconds.iter_mut().zip(WIDTHS) {
                     let prior = plain * (1.0 + ROW_COST * (rows - 1) as f64);

@@ -46,8 +46,11 @@ struct SimulatedRun {
 
 impl<P: Fn(usize) -> f64, R: Fn(usize, usize) -> f64> World<P, R> {
     fn run(&self, controller: &mut SpeculationController, dice: &mut Dice, most: usize) -> SimulatedRun {
-        let (mut time, mut tokens, mut missed) = (0.0, 0, 0);
-        let (mut worst_probe, mut lost) = (0f64, 0.0);
+        let mut time = 0.0;
+        let mut tokens = 0;
+        let mut missed = 0;
+        let mut worst_probe = 0f64;
+        let mut lost = 0.0;
         let mut owed = [0.0; 12];
         let one = (self.pass)(1);
         while tokens < most {
@@ -63,7 +66,8 @@ impl<P: Fn(usize) -> f64, R: Fn(usize, usize) -> f64> World<P, R> {
                 let [is_plain, is_bare] =
                     [false, true].map(|uses_hidden_rows| controller.next_is_plain(uses_hidden_rows));
                 controller.record_plain(seconds, observe);
-                (missed, lost) = (missed + 1, 0.0);
+                missed = missed + 1;
+                lost = 0.0;
                 assert!(!is_plain || controller.clone().next_rows() == 1);
                 assert!(!is_bare || controller.clone().next_rows() == 1 && !controller.wants_hidden_rows());
             } else {
@@ -157,7 +161,8 @@ fn adversarial_draft_costs_one_percent_plus_probe() {
 #[test]
 fn hidden_rows_are_copied_only_near_probes() {
     let mut controller = SpeculationController::new(DraftPolicy::Auto, 7);
-    let (mut copied, mut cycles) = (0, 0);
+    let mut copied = 0;
+    let mut cycles = 0;
     for _ in 0..8000 {
         match controller.next_rows() {
             1 => controller.record_plain(1.0, 0.0),
@@ -184,7 +189,8 @@ fn changing_draft_quality_is_tracked() {
 fn speculation_starts_once_the_cache_is_warm() {
     let expensive = |rows: usize| 0.1 + 0.9 * union(rows);
     let cheap = |rows: usize| 1.0 + 0.1 * (rows - 1) as f64;
-    let (mut controller, mut dice) = (SpeculationController::new(DraftPolicy::Auto, 7), Dice(3));
+    let mut controller = SpeculationController::new(DraftPolicy::Auto, 7);
+    let mut dice = Dice(3);
     let cold = run(&mut controller, &mut dice, expensive, |_, _| 0.8);
     assert!(cold < 1.02 && controller.state_name() != "speculate", "{cold}");
     let mean = (0..4).map(|_| run(&mut controller, &mut dice, cheap, |_, _| 0.8)).sum::<f64>() / 4.0;
@@ -223,13 +229,17 @@ fn balance_counts_every_second() {
     assert!(near(controller.plain_seconds.unwrap(), 1.1 + 0.1 * 2.2), "outliers are limited to three times the mean");
     assert_eq!(controller.state, ControllerState::Calibrate { left: 3, speculating: false });
 
-    (controller.plain_seconds, controller.saved, controller.total, controller.tokens) = (Some(1.5), 0.0, 10.0, 5);
+    controller.plain_seconds = Some(1.5);
+    controller.saved = 0.0;
+    controller.total = 10.0;
+    controller.tokens = 5;
     assert!(near(controller.record_cycle(4, 2, 2.0, 0.5), 3.0 * 1.5 - 2.0));
     assert!(near(controller.saved, 2.5) && near(controller.total, 12.0));
     assert_eq!((controller.tokens, controller.steps_since_cycle, controller.verify_seconds), (8, 0, 1.5));
     let cycles = |controller: &SpeculationController| controller.cycle_seconds;
     assert_eq!(cycles(&controller), [None, None, None, Some(2.0), None, None, None, None], "five rows");
-    let (right, wrong) = ([1.4 * 0.95 + 1.0, 2.0 * 0.95 + 1.0], [1.4 * 0.95, 2.0 * 0.95 + 1.0]);
+    let right = [1.4 * 0.95 + 1.0, 2.0 * 0.95 + 1.0];
+    let wrong = [1.4 * 0.95, 2.0 * 0.95 + 1.0];
     assert_eq!(controller.acceptance[..4], [right, right, wrong, PRIOR]);
     assert!(near(controller.record_cycle(4, 4, 3.0, 0.0), 5.0 * 1.5 - 3.0));
     assert!(near(controller.cycle_seconds[3].unwrap(), 2.2));
@@ -333,26 +343,31 @@ fn hopeless_probe_ends_early() {
     // With two rows, a cycle has 1.7 tokens on average, so these cycles have gains of 0.74 and 0.76.
     for (gain, left, rows) in [(0.74, 1, 1), (0.76, 1, 2), (0.76, 0, 1)] {
         let mut controller = SpeculationController::new(DraftPolicy::Auto, 1);
-        (controller.state, controller.plain_seconds) = (ControllerState::Probe { left, rows: 2 }, Some(1.0));
+        controller.state = ControllerState::Probe { left, rows: 2 };
+        controller.plain_seconds = Some(1.0);
         controller.cycle_seconds[0] = Some(1.7 / gain);
         assert_eq!(controller.next_rows(), rows, "gain {gain}, {left} cycles left");
     }
     // The probe ends after one cycle if the verify alone took too long. Its time is stored as an estimate.
     for (verify, rows) in [(1.7 / 0.74, 1), (1.7 / 0.76, 2)] {
         let mut controller = SpeculationController::new(DraftPolicy::Auto, 1);
-        (controller.state, controller.plain_seconds) = (ControllerState::Probe { left: 2, rows: 2 }, Some(1.0));
+        controller.state = ControllerState::Probe { left: 2, rows: 2 };
+        controller.plain_seconds = Some(1.0);
         controller.verify_seconds = verify;
         assert_eq!((controller.next_rows(), controller.cycle_seconds[0].is_some()), (rows, rows == 1), "{verify}");
     }
     let mut controller = SpeculationController::new(DraftPolicy::Auto, 1);
-    (controller.state, controller.plain_seconds) = (ControllerState::Probe { left: 1, rows: 2 }, Some(1.0));
-    (controller.acceptance[0], controller.cycle_seconds[0]) = ([1.0, 2.0], Some(2.0));
+    controller.state = ControllerState::Probe { left: 1, rows: 2 };
+    controller.plain_seconds = Some(1.0);
+    controller.acceptance[0] = [1.0, 2.0];
+    controller.cycle_seconds[0] = Some(2.0);
     assert_eq!(
         (controller.best_width(true), controller.next_rows()),
         (Some((HOPELESS_GAIN, 2)), 2),
         "not below the threshold"
     );
-    (controller.state, controller.acceptance[0]) = (ControllerState::Probe { left: 0, rows: 2 }, [1.0, 20.0]);
+    controller.state = ControllerState::Probe { left: 0, rows: 2 };
+    controller.acceptance[0] = [1.0, 20.0];
     controller.cycle_seconds[0] = Some(1.0);
     assert_eq!(
         (controller.best_width(true), controller.next_rows()),
@@ -365,12 +380,15 @@ fn hopeless_probe_ends_early() {
 fn hidden_rows_are_wanted_before_probes() {
     let mut controller = SpeculationController::new(DraftPolicy::Auto, 7);
     assert!(controller.wants_hidden_rows(), "the first probe is near");
-    (controller.state, controller.total) = (ControllerState::Plain, 100.0);
-    (controller.tokens, controller.next_probe) = (100, 164);
+    controller.state = ControllerState::Plain;
+    controller.total = 100.0;
+    controller.tokens = 100;
+    controller.next_probe = 164;
     assert!(controller.wants_hidden_rows());
     controller.next_probe = 165;
     assert!(!controller.wants_hidden_rows(), "the probe is 65 tokens away");
-    (controller.next_probe, controller.saved) = (164, -0.995);
+    controller.next_probe = 164;
+    controller.saved = -0.995;
     assert!(!controller.wants_hidden_rows(), "the loss budget is used up");
     controller.state = ControllerState::Speculating { cycles: 3 };
     assert!(controller.wants_hidden_rows());
@@ -384,8 +402,12 @@ fn hidden_rows_are_wanted_before_probes() {
 fn probe_waits_for_its_budget() {
     for (saved, wait) in [(-1.4, Some(71)), (-0.9, Some(32)), (0.0, None)] {
         let mut controller = SpeculationController::new(DraftPolicy::Auto, 1);
-        (controller.state, controller.plain_seconds, controller.total) = (ControllerState::Plain, Some(1.0), 100.0);
-        (controller.tokens, controller.next_probe, controller.saved) = (500, 500, saved);
+        controller.state = ControllerState::Plain;
+        controller.plain_seconds = Some(1.0);
+        controller.total = 100.0;
+        controller.tokens = 500;
+        controller.next_probe = 500;
+        controller.saved = saved;
         // A cycle of two rows is estimated at 1.15 s, so two cycles lose 0.3 s. The budget is
         // `0.01 * (100 + saved) + saved`, and each plain step adds 0.01.
         match wait {
@@ -402,8 +424,12 @@ fn probe_waits_for_its_budget() {
         }
     }
     let mut controller = SpeculationController::new(DraftPolicy::Auto, 1);
-    (controller.state, controller.plain_seconds, controller.total) = (ControllerState::Plain, Some(1.0), 100.0);
-    (controller.tokens, controller.next_probe, controller.acceptance[0]) = (500, 500, [0.1, 2.0]);
+    controller.state = ControllerState::Plain;
+    controller.plain_seconds = Some(1.0);
+    controller.total = 100.0;
+    controller.tokens = 500;
+    controller.next_probe = 500;
+    controller.acceptance[0] = [0.1, 2.0];
     assert_eq!((controller.next_rows(), controller.next_probe), (1, 564), "no expected gain doubles the wait");
     assert!(near(controller.acceptance[0][0], 0.75 * 0.1 + 0.25 * 1.4) && near(controller.acceptance[0][1], 2.0));
 }

@@ -114,7 +114,9 @@ impl Draft<Qwen> for DflashDraft {
         }
         self.flush()?;
         self.drop_foreign_context(history.evaluated);
-        let (hidden, vocab, config) = (model.config().hidden, model.config().vocab, self.network.config());
+        let hidden = model.config().hidden;
+        let vocab = model.config().vocab;
+        let config = self.network.config();
         let rows = (max + 1).min(config.block).min(MAX_VERIFY_ROWS);
         if self.network.len() != history.evaluated.len() || rows < 2 {
             return Ok(());

@@ -18,7 +18,8 @@ impl HiddenHistory {
     }
 
     pub fn clear(&mut self) {
-        (self.first, self.rows) = (0, Vec::new());
+        self.first = 0;
+        self.rows = Vec::new();
     }
 
     /// Position of the first row.

@@ -39,7 +39,8 @@ fn find_continuation(TokenHistory { evaluated, last }: TokenHistory<'_>, max: us
         let pairs = evaluated[..end].iter().rev().zip(evaluated.iter().rev());
         let run = 1 + pairs.take(MAX_RUN - 1).take_while(|(a, b)| a == b).count();
         if run > longest {
-            (found, longest) = (Some(end + 1), run);
+            found = Some(end + 1);
+            longest = run;
             if run == MAX_RUN {
                 break;
             }

@@ -134,7 +134,8 @@ mod tests {
         let history = |len: usize| TokenHistory { evaluated: &ids[..len - 1], last: ids[len - 1] };
         let mut state = draft.model.start().unwrap();
         draft.model.forward(&mut state, &ids[..20], Rows::None).unwrap();
-        (draft.state, draft.evaluated) = (Some(state), ids[..20].to_vec());
+        draft.state = Some(state);
+        draft.evaluated = ids[..20].to_vec();
         // 28 tokens and a draft of 4 tokens just fit into the context.
         draft.state = Some(draft.rewind(history(28), 4).unwrap());
         assert_eq!((draft.base, draft.evaluated.len()), (0, 20));
@@ -148,7 +149,9 @@ mod tests {
         for id in [7, 8] {
             draft.model.verify_on(&mut state, &[id]).unwrap();
         }
-        (draft.state, draft.base, draft.verified) = (Some(state), 0, 3);
+        draft.state = Some(state);
+        draft.base = 0;
+        draft.verified = 3;
         draft.evaluated = [&ids[..21], &[7, 8]].concat();
         draft.rewind(history(24), 4).unwrap();
         assert_eq!((draft.base, &draft.evaluated[..]), (0, &ids[..21]));

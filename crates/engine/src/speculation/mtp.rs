@@ -28,7 +28,8 @@ pub struct MtpDraft {
 impl MtpDraft {
     /// Returns `None` if the model has no MTP head.
     pub fn new(model: &Qwen) -> Option<Self> {
-        let (config, capacity) = (model.config(), model.mtp_capacity()?);
+        let config = model.config();
+        let capacity = model.mtp_capacity()?;
         let hidden = HiddenHistory::new(config.residual_width(), MTP_ROWS);
         Some(Self { layers: config.layers, capacity, hidden, base: 0, evaluated: 0 })
     }

@@ -67,7 +67,8 @@ impl PendingRows {
 
     /// Row `row` of `logits`, which a pass of several sequences has computed.
     pub fn row_of(logits: Logits, row: usize) -> Self {
-        let (rows, drafting) = (row..logits.rows().min(row + 1), Duration::ZERO);
+        let rows = row..logits.rows().min(row + 1);
+        let drafting = Duration::ZERO;
         Self { logits, rows, current: 0, drafted: Vec::new(), drafted_end: false, begun: None, drafting }
     }
 
@@ -155,7 +156,8 @@ impl<M: Model> Speculator<M> {
     pub fn follow(&mut self, sequence: Option<&Sequence<M::State>>) {
         let id = sequence.map(Sequence::id);
         if self.followed != id {
-            (self.followed, self.sampler) = (id, None);
+            self.followed = id;
+            self.sampler = None;
             if let Some(draft) = self.draft.as_mut().filter(|_| id.is_some()) {
                 draft.start();
             }
@@ -246,14 +248,14 @@ impl<M: Model> Speculator<M> {
             drafting = (self.now)() - begun;
         }
         self.metrics.draft_width.set(drafted.len() as i64 + 1);
-        let logits = match drafted.is_empty() {
-            true => {
-                let mut hooks = PassHooks { next: self.next_token(token), ..PassHooks::default() };
-                sequence.extend(model, &[id], Rows::Last, &mut hooks)?
-            }
-            false => sequence.verify(model, id, &drafted)?,
+        let logits = if drafted.is_empty() {
+            let mut hooks = PassHooks { next: self.next_token(token), ..PassHooks::default() };
+            sequence.extend(model, &[id], Rows::Last, &mut hooks)?
+        } else {
+            sequence.verify(model, id, &drafted)?
         };
-        let (own, begun) = (0..drafted.len() + 1, Some(begun));
+        let own = 0..drafted.len() + 1;
+        let begun = Some(begun);
         *rows = PendingRows { logits, rows: own, current: 0, drafted, drafted_end: false, begun, drafting };
         Ok(())
     }
@@ -296,7 +298,8 @@ impl<M: Model> Speculator<M> {
         rows: &PendingRows,
         timings: &mut Timings,
     ) -> Result<(), ModelError> {
-        let (drafted, accepted) = (rows.drafted.len(), rows.current);
+        let drafted = rows.drafted.len();
+        let accepted = rows.current;
         sequence.settle()?;
         // If another sequence had a pass after this one, the time and the hidden rows do not belong to this pass.
         let Some(begun) = rows.begun.filter(|_| self.followed == Some(sequence.id())) else { return Ok(()) };
@@ -314,7 +317,8 @@ impl<M: Model> Speculator<M> {
         timings.accepted_tokens += accepted;
         for (position, [tried, right]) in timings.draft_positions.iter_mut().enumerate().take(drafted.min(accepted + 1))
         {
-            (*tried, *right) = (*tried + 1, *right + u32::from(position < accepted));
+            *tried = *tried + 1;
+            *right = *right + u32::from(position < accepted);
         }
         timings.saved_seconds += saved;
         let kind = self.draft.as_ref().map_or(DraftKind::Lookup, |draft| draft.kind());
@@ -336,13 +340,15 @@ impl<M: Model> Speculator<M> {
              convention; answers are not affected"
         );
         if !self.is_forced {
-            (self.draft, self.uses_hidden_rows) = (None, false);
+            self.draft = None;
+            self.uses_hidden_rows = false;
         }
     }
 
     fn disable_draft(&mut self, error: &ModelError) {
         tracing::warn!(%error, "draft failed; continuing without drafts");
-        (self.draft, self.uses_hidden_rows) = (None, false);
+        self.draft = None;
+        self.uses_hidden_rows = false;
     }
 }
 

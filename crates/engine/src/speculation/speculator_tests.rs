@@ -26,7 +26,8 @@ fn answer_with(
     let metrics = Metrics::new("test", "cpu");
     let (engine, worker) = spawn_with(mock, draft, options, metrics.clone()).unwrap();
     let mut events = engine.submit(request.clone()).unwrap();
-    let (mut ids, mut logprobs) = (Vec::new(), Vec::new());
+    let mut ids = Vec::new();
+    let mut logprobs = Vec::new();
     let (finish, timings) = loop {
         match events.blocking_recv().unwrap() {
             Event::Token { id, logprobs: found } => {
@@ -107,9 +108,11 @@ fn timed(mut mock: MockModel, mode: DraftPolicy, request: &Request) -> (Vec<u32>
     speculator.start(&mut mock);
     speculator.follow(Some(&sequence));
     let logits = sequence.extend(&mut mock, &request.ids, Rows::Last, &mut PassHooks::default()).unwrap();
-    let (mut rows, mut timings) = (PendingRows::last_of(logits), Timings::default());
+    let mut rows = PendingRows::last_of(logits);
+    let mut timings = Timings::default();
     let mut sampler = Sampler::new(request.sampling.clone(), &request.ids, usize::MAX);
-    let (mut ids, begun) = (Vec::new(), CLOCK.get());
+    let mut ids = Vec::new();
+    let begun = CLOCK.get();
     loop {
         let id = sampler.draw(rows.current().unwrap(), &TokenMask::Any).unwrap();
         ids.push(id);

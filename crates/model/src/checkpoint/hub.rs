@@ -131,7 +131,8 @@ impl Hub {
 
     fn list(&self, client: &HubClient, id: &str, revision: &str) -> Result<RepoListing, StoreError> {
         let path = format!("api/models/{id}/revision/{revision}?blobs=true");
-        let (mut delay, mut attempt) = (self.retry_delay, 1);
+        let mut delay = self.retry_delay;
+        let mut attempt = 1;
         let listing: RepoListing = loop {
             attempt += 1;
             match client.json(&path) {

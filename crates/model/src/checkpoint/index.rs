@@ -132,7 +132,8 @@ impl Index {
         }
         let missing: Vec<&String> = names.iter().filter(|name| !dir.join(name).exists()).collect();
         if let Some(first) = missing.first() {
-            let (count, all) = (missing.len(), names.len());
+            let count = missing.len();
+            let all = names.len();
             let why = format!(
                 "{count} of {all} weight files missing, such as {first}; `moestro pull ORG/NAME` downloads them"
             );

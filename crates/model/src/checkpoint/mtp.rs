@@ -136,7 +136,8 @@ mod tests {
     /// shape `conv`.
     fn zero_centred(conv: [usize; 3]) -> Option<bool> {
         let dir = tempfile::tempdir().unwrap();
-        let (zeros, norm) = ([0; 64], 1.2f32.to_le_bytes().repeat(4));
+        let zeros = [0; 64];
+        let norm = 1.2f32.to_le_bytes().repeat(4);
         let norms =
             ["attn_hyper_connection.hc_norm", "mlp_hyper_connection.hc_norm"].map(|name| format!("layers.0.{name}"));
         let others =

@@ -160,7 +160,8 @@ pub fn infer_format(
     let (Some(packed), true) = (packed, cols.is_multiple_of(groups)) else {
         return Err(format!("{words} words of codes and {groups} scales per row do not fit {cols} columns"));
     };
-    let (bits, group) = (packed / cols, cols / groups);
+    let bits = packed / cols;
+    let group = cols / groups;
     match (scales.dtype, bits, group) {
         (Dtype::U8, ..) if has_biases => Err("one-byte scales as in mxfp4 together with biases as in affine".into()),
         (Dtype::U8, 4, 32) => Ok(WeightFormat::Mxfp4),

@@ -40,7 +40,9 @@ impl RowTable {
     /// Finds the table whose shards are the matrices at `paths`, in order. For an FP8 table, the tensor `scale` has the
     /// scale of all values.
     pub fn new(from: &Checkpoint, paths: &[String], scale: &str, width: usize) -> Result<Self, ModelError> {
-        let (mut rows, mut starts, mut shards) = (0, Vec::new(), Vec::<MatrixLayout>::new());
+        let mut rows = 0;
+        let mut starts = Vec::new();
+        let mut shards = Vec::<MatrixLayout>::new();
         let mut global_scale = None;
         for path in paths {
             let entry = from.get(&format!("{path}.weight"))?;

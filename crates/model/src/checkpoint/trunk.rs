@@ -221,7 +221,8 @@ impl Checkpoint {
                 let Some(scale) = float(scales.dtype).filter(|_| scales.shape == blocks) else {
                     return Err(self.mismatch(&name, scales, format!("floats {blocks:?}")));
                 };
-                let (codes, entries) = (WeightFormat::Fp8(Some(scale)), [Some(weight), Some(scales), None]);
+                let codes = WeightFormat::Fp8(Some(scale));
+                let entries = [Some(weight), Some(scales), None];
                 return Ok(MatrixLayout { codes, rows, cols, entries: entries.map(|entry| entry.cloned()) });
             }
             let Some(float) = float(weight.dtype).filter(|_| weight.shape == expected) else {
@@ -393,7 +394,8 @@ impl<'a> TrunkLoader<'a> {
             return Err(ModelError::Config(format!("cannot split {path} every {cols} columns")));
         }
         let global_scale = self.from.global_scales(path, 1)?.first().copied().unwrap_or(1.0);
-        let (from, widths) = (self.from, codes.row_bytes(cols));
+        let from = self.from;
+        let widths = codes.row_bytes(cols);
         let mut found = Vec::with_capacity(parts);
         for part in 0..parts {
             let mut regions = [Region::default(); 3];

@@ -338,8 +338,10 @@ impl JsonTable<'_> {
     /// Sizes of the attention layers' indexer. RoPE rotates as many dimensions of an indexer head as of an attention
     /// head.
     fn indexer(self, attention: &AttentionShape) -> Result<IndexerShape, ModelError> {
-        let (dim, ratio) = (self.count("indexer_head_dim", 1 << 12)?, self.count("indexer_compress_ratio", PAGE)?);
-        let (budget, rope_dim) = (self.count("indexer_budget", 1 << 24)?, attention.rope_dim);
+        let dim = self.count("indexer_head_dim", 1 << 12)?;
+        let ratio = self.count("indexer_compress_ratio", PAGE)?;
+        let budget = self.count("indexer_budget", 1 << 24)?;
+        let rope_dim = attention.rope_dim;
         if self.count_or("indexer_kv_heads", 1 << 12, 1)? != 1 {
             return refuse("an indexer with more than one key head is not supported".into());
         }
@@ -393,7 +395,8 @@ impl JsonTable<'_> {
                 file: file.into(),
             };
             if shape.size < 2 || !shape.width.is_multiple_of(shape.table_heads()) {
-                let (heads, width) = (shape.table_heads(), shape.width);
+                let heads = shape.table_heads();
+                let width = shape.width;
                 return refuse(format!("{heads} heads of the n-gram table cannot share ple_embed_dim {width}"));
             }
             ngrams.push(shape);

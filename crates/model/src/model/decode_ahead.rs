@@ -82,7 +82,9 @@ fn read_and_continue(
     // Writing the number of a new page would wait for the pass.
     let has_room = state.len < parts.plan.context && state.missing_pages(1) == 0;
     let sample = next.filter(|_| has_room).and_then(|NextToken { usable, choice }| {
-        let (count, logits, id) = (usable.min(config.vocab), buffers.logits, buffers.ids);
+        let count = usable.min(config.vocab);
+        let logits = buffers.logits;
+        let id = buffers.ids;
         let words = Sample::scratch_words(&choice, count).filter(|words| words * 4 <= buffers.partials.len)?;
         Some(Sample { choice, count, logits, scratch: buffers.partials.floats(words), id })
     });
@@ -97,10 +99,12 @@ fn read_and_continue(
     if sample.is_some() {
         let mut id = [0];
         device.backend.read_words(buffers.ids, &mut id)?;
-        let (row, [id]) = (1 - row, id);
+        let row = 1 - row;
+        let [id] = id;
         let logits = device.buffers.at_row(row, config).logits;
         let pass = Arc::new(PassAhead { id, row, logits, collected: OnceLock::new() });
-        (device.ahead, state.ahead) = (Some(pass.clone()), Some(pass));
+        device.ahead = Some(pass.clone());
+        state.ahead = Some(pass);
     }
     Ok(parts.keep_logits(device, logits))
 }
@@ -117,7 +121,8 @@ fn submit_token(
     state.verified = 0;
     let positions = RowPositions::new(state.next, state.len, &[]);
     let ids = [id.unwrap_or(0)];
-    let (table_row, id_on_device) = (Some(row), id.is_none());
+    let table_row = Some(row);
+    let id_on_device = id.is_none();
     let chunk = Chunk { table_row, id_on_device, logits: 0..1, ..Chunk::new(&ids, state.len, positions) };
     parts.run_pass(device, &mut [state], chunk, None, SnapshotMarks::default(), None)?;
     state.len += 1;

@@ -52,7 +52,8 @@ pub fn dequantize(
 }
 
 fn read(path: &Path, offset: u64, bytes: &mut [u8], threads: &Threads) -> io::Result<()> {
-    let (file, failed) = (File::open(path)?, OnceLock::new());
+    let file = File::open(path)?;
+    let failed = OnceLock::new();
     threads.run_pieces(bytes, READ_BYTES, &|piece, bytes| {
         if let Err(error) = file.read_exact_at(bytes, offset + (piece * READ_BYTES) as u64) {
             let _ = failed.set(error);

@@ -57,7 +57,8 @@ impl DeviceState {
             adopt_weights(buffer, &mut backend)?;
         }
         // A pass has as many rows as a prompt chunk, so that each expert is read once per chunk.
-        let (rows, context) = (parts.plan.chunk.min(parts.plan.context).max(1), parts.plan.context);
+        let rows = parts.plan.chunk.min(parts.plan.context).max(1);
+        let context = parts.plan.context;
         let preferred = || kv_shape(&parts.config, &limits, parts.kv_bits, context, rows);
         let kv_shape = kv.map_or_else(preferred, |(shape, _)| shape);
         check_supported(&parts.net, &kv_shape, &backend)?;
@@ -79,7 +80,8 @@ impl DeviceState {
             backend.write_words(buffers.slot_tables, &slot_tables(&parts.net, store))?;
         }
         if let Some((_, lost)) = kv {
-            (limits.kv_format, limits.recent_format) = (lost.kv_format, lost.recent_format);
+            limits.kv_format = lost.kv_format;
+            limits.recent_format = lost.recent_format;
         }
         let pool = PagePool::new(&parts.config, &kv_shape, &parts.plan, &backend)?;
         let mtp = match &parts.mtp {

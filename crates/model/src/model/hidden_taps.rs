@@ -84,7 +84,8 @@ impl TapBuffers {
         out: &mut Vec<f32>,
     ) -> Result<(), DeviceError> {
         let first = self.pass_rows - self.pass_rows.min(self.capacity);
-        let (kept, layers) = (rows.min(self.pass_rows).saturating_sub(first), self.layers.len());
+        let kept = rows.min(self.pass_rows).saturating_sub(first);
+        let layers = self.layers.len();
         out.clear();
         out.resize(kept * layers * hidden, 0.0);
         let mut column = vec![0.0; if layers == 1 { 0 } else { kept * hidden }];

@@ -61,7 +61,8 @@ fn images_match_transformers_in_any_chunks() {
         let expected = tensors("chat_two");
         let mut model = model(dir);
         for chunk in [1, 4, 7, ids.len()] {
-            let (mut state, mut logits) = (model.start().unwrap(), Vec::new());
+            let mut state = model.start().unwrap();
+            let mut logits = Vec::new();
             for ids in ids.chunks(chunk) {
                 let mut hooks = PassHooks { images: &images, ..PassHooks::default() };
                 logits = model.forward_with(&mut state, ids, Rows::Last, &mut hooks).unwrap().data.to_vec();
@@ -100,13 +101,16 @@ fn snapshot_inside_an_image_continues_exactly() {
 
 #[test]
 fn tower_matches_transformers_on_its_pixels() {
-    let (stages, bytes) = (tensors("images"), std::fs::read(format!("{FIXTURE}/images.safetensors")).unwrap());
+    let stages = tensors("images");
+    let bytes = std::fs::read(format!("{FIXTURE}/images.safetensors")).unwrap();
     let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
     for dir in ["mlx_4bit", "hf_bf16"] {
         let model = model(dir);
         for (hash, name) in ["gradient", "shapes", "noise"].into_iter().enumerate() {
             let pixels = file.tensor(&format!("{name}.resized")).unwrap();
-            let (height, width, data) = (pixels.shape()[0], pixels.shape()[1], pixels.data().to_vec());
+            let height = pixels.shape()[0];
+            let width = pixels.shape()[1];
+            let data = pixels.data().to_vec();
             let pixels = vision::RgbImage { height, width, data };
             // Hashes of images that are not in the row cache.
             let hash = [100 + hash as u8; 32];

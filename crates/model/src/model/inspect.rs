@@ -78,7 +78,8 @@ impl CheckpointInfo {
         if let Some(pack) = pack::find(dir, &found.experts, &found.files) {
             tracing::info!(dir = %pack.dir.display(), "experts are read from their pack");
             found.shape.slot = pack.map.slot_bytes(MAX_BLOCK) as u64;
-            (found.experts, found.files) = (pack.map, pack.files);
+            found.experts = pack.map;
+            found.files = pack.files;
             (found.pack, found.packed) = (Some(pack.dir), Some(pack.records));
         }
         Ok(found)
@@ -99,7 +100,8 @@ impl CheckpointInfo {
         let (net, layers) = Network::load(&mut trunk, &config)?;
         let len = trunk.len() as u64;
         checkpoint.finish()?;
-        let (experts, mut files) = (ExpertMap { layers }, checkpoint.index.files.clone());
+        let experts = ExpertMap { layers };
+        let mut files = checkpoint.index.files.clone();
         let tables: Vec<RowTable> =
             net.layers.iter().filter_map(|layer| Some(RowTable::clone(&layer.ngram.as_ref()?.layout.table))).collect();
         let others = tables.iter().flat_map(|table| &table.files).filter(|file| !files.contains(file));
@@ -146,7 +148,8 @@ impl CheckpointInfo {
         let plan = self.plan_with_head(limits, options);
         match plan {
             Err(error) if self.vision.is_some() => {
-                let (vision, bytes) = (self.vision.take(), std::mem::take(&mut self.shape.vision));
+                let vision = self.vision.take();
+                let bytes = std::mem::take(&mut self.shape.vision);
                 let without = self.plan_with_head(limits, options);
                 match without {
                     Ok(plan) => {
@@ -154,7 +157,8 @@ impl CheckpointInfo {
                         Ok(plan)
                     }
                     Err(_) => {
-                        (self.vision, self.shape.vision) = (vision, bytes);
+                        self.vision = vision;
+                        self.shape.vision = bytes;
                         Err(error)
                     }
                 }
@@ -174,7 +178,8 @@ impl CheckpointInfo {
         }
         if let Err(error) = &plan {
             tracing::warn!(%error, "not enough memory for the MTP head; falling back to prompt-lookup drafts");
-            (self.head, self.shape.draft.fixed) = (None, 0);
+            self.head = None;
+            self.shape.draft.fixed = 0;
             plan = Plan::new(&self.shape, limits, options);
         }
         plan
@@ -183,7 +188,8 @@ impl CheckpointInfo {
 
 /// Number of bytes that a CPU needs in addition to [`Buffers`]: for each row of a pass, and a fixed part.
 pub fn cpu_scratch(config: &Config) -> [u64; 2] {
-    let (attention, delta) = (config.attention, config.delta);
+    let attention = config.attention;
+    let delta = config.delta;
     let (assignments, inner, scores) = match config.ffn {
         FfnShape::Dense { intermediate } => (1, intermediate, 0),
         FfnShape::Moe { experts, k, intermediate, shared, .. } => (k + 1, intermediate.max(shared), experts),
@@ -205,7 +211,8 @@ fn shape(config: &Config, options: &LoadOptions, [trunk, gathered, head]: [u64; 
     let (mut workspace_per_row, mut workspace_fixed) = Buffers::cost(config, &limits);
     if options.gpu.is_none() {
         let [row, fixed] = cpu_scratch(config);
-        (workspace_per_row, workspace_fixed) = (workspace_per_row + row, workspace_fixed + fixed);
+        workspace_per_row = workspace_per_row + row;
+        workspace_fixed = workspace_fixed + fixed;
     }
     // With a quantized KV cache, a snapshot also has the recent positions in the ring's format. The ring also holds the
     // current chunk, so it adds bytes for each row.

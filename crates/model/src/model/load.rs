@@ -81,7 +81,8 @@ impl Qwen {
         let threads = options.threads.unwrap_or_else(os::physical_cores);
         let compute = options.compute.clone().unwrap_or_else(|| CpuDevice::new(threads, options.math));
         let cpu = Cpu::new(compute.clone());
-        let (kv_bits, gpu_awake) = (options.kv_bits, options.gpu_awake.unwrap_or(GPU_KIND == "metal"));
+        let kv_bits = options.kv_bits;
+        let gpu_awake = options.gpu_awake.unwrap_or(GPU_KIND == "metal");
         let vision = vision.map(|tower| {
             let tower = tower.on_gpu(options.vision_on_gpu()).on_threads(compute.threads.clone());
             Vision::new(tower, metrics.clone())
@@ -123,7 +124,8 @@ impl Qwen {
         if !lost.backend.is_lost() {
             return Ok(false);
         }
-        let (kv, taps) = ((lost.kv_shape, lost.limits), lost.taps.taps());
+        let kv = (lost.kv_shape, lost.limits);
+        let taps = lost.taps.taps();
         let ModelParts { store, mtp, compute, .. } = &self.parts;
         let stores = store.iter().chain(mtp.iter().filter_map(|head| head.store.as_ref()));
         stores.for_each(ExpertStore::device_lost);

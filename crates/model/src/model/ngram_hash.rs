@@ -95,7 +95,8 @@ impl NgramHash {
         let mut rows = Vec::with_capacity(ids.len() * self.sizes.len());
         for (at, id) in ids.iter().enumerate() {
             let mut earlier = ids[..at].iter().rev().chain(before.iter().rev()).copied();
-            let (mut mix, mut cut) = (u64::from(*id).wrapping_mul(self.multipliers[0]), false);
+            let mut mix = u64::from(*id).wrapping_mul(self.multipliers[0]);
+            let mut cut = false;
             for (length, multiplier) in self.multipliers[1..].iter().enumerate() {
                 let token = earlier.next().unwrap_or(self.eos);
                 cut |= token == self.eos;
@@ -187,7 +188,8 @@ mod tests {
     #[test]
     fn other_seed_changes_every_multiplier() {
         let case = &vectors()[0];
-        let (real, other) = (shape(case), NgramShape { seed: 0, ..shape(case) });
+        let real = shape(case);
+        let other = NgramShape { seed: 0, ..shape(case) };
         assert!(NgramHash::new(&real).multipliers.iter().zip(&NgramHash::new(&other).multipliers).all(|(a, b)| a != b));
     }
 }

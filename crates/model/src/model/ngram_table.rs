@@ -83,7 +83,8 @@ impl NgramLayout {
             RowTable::new(from, &[embedding], &scale, width)?
         };
         if table.rows != hash.rows {
-            let (rows, expected) = (table.rows, hash.rows);
+            let rows = table.rows;
+            let expected = hash.rows;
             return Err(ModelError::Config(format!("the n-gram table has {rows} rows, not {expected} as configured")));
         }
         Ok(Self { shape: shape.clone(), hash, table: Arc::new(table) })
@@ -147,7 +148,9 @@ impl NgramTable {
         let (jobs, receiver) = mpsc::channel();
         let receiver = Arc::new(Mutex::new(receiver));
         for index in 0..THREADS {
-            let (files, receiver, metrics) = (files.clone(), receiver.clone(), metrics.clone());
+            let files = files.clone();
+            let receiver = receiver.clone();
+            let metrics = metrics.clone();
             let work = move || serve(&files, &receiver, &metrics);
             std::thread::Builder::new().name(format!("ngram-{index}")).spawn(work).map_err(|error| {
                 ModelError::Memory(format!("cannot start a thread that reads the n-gram table: {error}"))
@@ -167,7 +170,8 @@ impl NgramTable {
         distinct.sort_unstable();
         distinct.dedup();
         let cache = self.cache.lock();
-        let (mut found, mut missing) = (HashMap::new(), Vec::new());
+        let mut found = HashMap::new();
+        let mut missing = Vec::new();
         for row in distinct {
             match cache.rows.get(&row) {
                 Some(bytes) => drop(found.insert(row, bytes.clone())),

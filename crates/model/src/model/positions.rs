@@ -42,7 +42,8 @@ impl Iterator for RowPositions<'_> {
     type Item = Position;
 
     fn next(&mut self) -> Option<Position> {
-        let (index, next) = (self.index, self.next);
+        let index = self.index;
+        let next = self.next;
         self.index += 1;
         while let [first, rest @ ..] = self.images
             && first.tokens().end <= index
@@ -53,7 +54,8 @@ impl Iterator for RowPositions<'_> {
             self.next += 1;
             return Some([next; 3]);
         };
-        let (token, width) = (index - placed.at, placed.image.width);
+        let token = index - placed.at;
+        let width = placed.image.width;
         if token + 1 == placed.image.tokens() {
             self.next += placed.image.height.max(width);
         }

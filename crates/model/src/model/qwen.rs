@@ -256,7 +256,8 @@ impl Qwen {
     /// Returns the output head's logits `[rows, vocab]` of a few normalised rows `[rows, hidden]`, for a draft model.
     /// Overwrites the hidden rows of the last pass.
     pub fn head_logits(&self, rows: &[f32]) -> Result<Vec<f32>, ModelError> {
-        let (hidden, vocab) = (self.parts.config.hidden, self.parts.config.vocab);
+        let hidden = self.parts.config.hidden;
+        let vocab = self.parts.config.vocab;
         let tokens = rows.len() / hidden;
         let mut logits = vec![0.0; tokens * vocab];
         self.compute_for_draft(tokens, |backend, b| {
@@ -324,9 +325,12 @@ impl Qwen {
         state.verified = 0;
         let device = &mut *self.device.borrow_mut();
         let mut logits = self.parts.new_logits(device, wanted);
-        let (mut marks, mut rest, mut unfilled) = (hooks.snapshot_at, ids.len(), &mut logits[..]);
+        let mut marks = hooks.snapshot_at;
+        let mut rest = ids.len();
+        let mut unfilled = &mut logits[..];
         for ids_here in ids.chunks(device.buffers.rows) {
-            let (tokens, start) = (ids_here.len(), state.len);
+            let tokens = ids_here.len();
+            let start = state.len;
             rest -= tokens;
             let wanted_here = wanted.saturating_sub(rest).min(tokens);
             let here: Vec<usize> = marks.iter().map(|mark| mark - start).take_while(|mark| *mark <= tokens).collect();
@@ -345,7 +349,8 @@ impl Qwen {
             let reached =
                 self.parts.run_pass(device, &mut [state], chunk, hooks.keep_going, marks_here, Some(logits_here))?;
             for ((row, delta), rings) in reached.rows.iter().zip(reached.states).zip(reached.rings) {
-                let (fixed, next) = ([delta, rings].concat(), positions.next_after(*row));
+                let fixed = [delta, rings].concat();
+                let next = positions.next_after(*row);
                 hooks.snapshots.push(state.snapshot(start + row, next, fixed, &mut device.backend)?);
             }
             state.len += tokens;
@@ -363,8 +368,10 @@ impl Qwen {
     ) -> Result<Vec<ImageRows>, ModelError> {
         let here = images.iter().filter_map(|placed| {
             let image = placed.tokens();
-            let (from, to) = (image.start.max(tokens.start), image.end.min(tokens.end));
-            let (row, part) = (from - tokens.start, from - image.start..to - image.start);
+            let from = image.start.max(tokens.start);
+            let to = image.end.min(tokens.end);
+            let row = from - tokens.start;
+            let part = from - image.start..to - image.start;
             (from < to).then_some((&placed.image, row, part, to == image.end))
         });
         here.map(|(image, row, tokens, is_finished)| {
@@ -378,7 +385,8 @@ impl Qwen {
 
     /// Maximum number of sequences that one pass computes together.
     fn batch(&self) -> usize {
-        let (device, config) = (self.device.borrow(), &self.parts.config);
+        let device = self.device.borrow();
+        let config = &self.parts.config;
         let is_possible = config.ngrams.is_empty() && config.streams.is_none() && config.indexer.is_none();
         if is_possible { MAX_VERIFY_ROWS.min(device.buffers.block).max(1) } else { 1 }
     }

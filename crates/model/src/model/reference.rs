@@ -112,7 +112,8 @@ impl Reference {
         }
         let placed: Vec<PlacedImage> = images.iter().map(|(placed, _)| placed.clone()).collect();
         let positions: Vec<Position> = RowPositions::new(0, 0, &placed).take(ids.len()).collect();
-        let (mut residuals, mut routes) = (Vec::new(), Vec::new());
+        let mut residuals = Vec::new();
+        let mut routes = Vec::new();
         for (index, full) in self.config.full.iter().enumerate() {
             let layer = names::layer_prefix(index);
             let x = rms_norm(&h, &self.norm(&format!("{layer}input_layernorm.weight"), hidden)?, eps)?;
@@ -162,7 +163,8 @@ impl Reference {
         let q = rotate(&head_norm(&q_gate.narrow(2, 0, dim)?, "q_norm")?, rope_dim, &angles)?;
         let k = rotate(&head_norm(&project("k_proj", kv_heads, dim)?, "k_norm")?, rope_dim, &angles)?;
         let v = project("v_proj", kv_heads, dim)?;
-        let (k, v) = (repeat_heads(&k, heads)?, repeat_heads(&v, heads)?);
+        let k = repeat_heads(&k, heads)?;
+        let v = repeat_heads(&v, heads)?;
         let o = match (mask, self.kv_bits) {
             (Some(mask), _) => attend_masked(&q, &k, &v, mask)?,
             (None, None) => attend(&q, &k, &v)?,
@@ -243,7 +245,9 @@ impl Reference {
             }
             let matrix = |index: usize| -> Result<Tensor, ModelError> {
                 let stack = &stacks[index];
-                let (codes, rows, cols) = (stack.codes, stack.rows, stack.cols);
+                let codes = stack.codes;
+                let rows = stack.rows;
+                let cols = stack.cols;
                 let layout = MatrixLayout { codes, rows, cols, entries: [None, None, None] };
                 self.dequantize(&layout, &pieces[3 * index..3 * index + 3], stack.global_scales[expert])
             };
@@ -329,8 +333,10 @@ pub fn rotate(x: &Tensor, rotated: usize, angles: &[f64]) -> candle_core::Result
     let (tokens, _, dim) = x.dims3()?;
     let half = rotated / 2;
     let (cos, sin) = angles.iter().map(|angle| (angle.cos(), angle.sin())).unzip();
-    let (cos, sin) = (constant(cos, (tokens, 1, half), x)?, constant(sin, (tokens, 1, half), x)?);
-    let (a, b) = (x.narrow(2, 0, half)?, x.narrow(2, half, half)?);
+    let cos = constant(cos, (tokens, 1, half), x)?;
+    let sin = constant(sin, (tokens, 1, half), x)?;
+    let a = x.narrow(2, 0, half)?;
+    let b = x.narrow(2, half, half)?;
     let left = (a.broadcast_mul(&cos)? - b.broadcast_mul(&sin)?)?;
     let right = (b.broadcast_mul(&cos)? + a.broadcast_mul(&sin)?)?;
     Tensor::cat(&[left, right, x.narrow(2, rotated, dim - rotated)?], 2)
@@ -364,7 +370,9 @@ fn attend_quantized(q: &Tensor, k: &Tensor, v: &Tensor, bits: u32) -> candle_cor
     let matrix = constant(entries, (1, dim, dim), q)?;
     let hadamard = |x: &Tensor| x.broadcast_matmul(&matrix);
     let by_head = |x: &Tensor| x.transpose(0, 1)?.contiguous();
-    let (q, k, v) = (hadamard(q)?, hadamard(k)?, hadamard(v)?);
+    let q = hadamard(q)?;
+    let k = hadamard(k)?;
+    let v = hadamard(v)?;
     let scores = |k: &Tensor| by_head(&q)?.matmul(&by_head(k)?.t()?)? * (dim as f64).powf(-0.5);
 
     let pairs = (0..tokens).flat_map(|t| (0..tokens).map(move |s| (t, s)));
@@ -407,7 +415,8 @@ pub fn convolve(x: &Tensor, kernel: &Tensor) -> candle_core::Result<Tensor> {
 
 /// [`convolve`] with weights that are `step` tokens apart.
 fn convolve_every(step: usize, x: &Tensor, kernel: &Tensor) -> candle_core::Result<Tensor> {
-    let ((tokens, _), (channels, taps)) = (x.dims2()?, kernel.dims2()?);
+    let (tokens, _) = x.dims2()?;
+    let (channels, taps) = kernel.dims2()?;
     let before = Tensor::zeros(((taps - 1) * step, channels), x.dtype(), x.device())?;
     let padded = Tensor::cat(&[&before, x], 0)?;
     let mut sum = x.zeros_like()?;
@@ -426,7 +435,8 @@ fn convolve_every(step: usize, x: &Tensor, kernel: &Tensor) -> candle_core::Resu
 /// ```
 /// `q` and `k` are `[T, heads, key dim]`, `v` and the result `[T, heads, value dim]`, `beta` and `decay` `[T, heads]`.
 fn delta_rule(q: &Tensor, k: &Tensor, v: &Tensor, beta: &Tensor, decay: &Tensor) -> candle_core::Result<Tensor> {
-    let ((tokens, heads, key_dim), value_dim) = (q.dims3()?, v.dim(2)?);
+    let (tokens, heads, key_dim) = q.dims3()?;
+    let value_dim = v.dim(2)?;
     let mut s = Tensor::zeros((heads, value_dim, key_dim), v.dtype(), v.device())?;
     let mut out = Vec::with_capacity(tokens);
     for t in 0..tokens {

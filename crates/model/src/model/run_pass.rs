@@ -28,7 +28,8 @@ fn states_together(sequences: &[&mut QwenState]) -> Vec<LayerState> {
 impl ModelParts {
     /// Fails if one of `ids` is not a token, or if the context has no room for `ids` after `len` other tokens.
     pub fn check_ids(&self, len: usize, ids: &[u32]) -> Result<(), ModelError> {
-        let (vocab, context) = (self.config.vocab, self.plan.context);
+        let vocab = self.config.vocab;
+        let context = self.plan.context;
         if len + ids.len() > context {
             return Err(ModelError::ContextFull { context });
         }

@@ -62,7 +62,8 @@ pub fn decode_rate(
     memory: usize,
     budget: Duration,
 ) -> Result<f64, ModelError> {
-    let (size, at_once) = (bytes(kinds).max(1), at_once.max(1));
+    let size = bytes(kinds).max(1);
+    let at_once = at_once.max(1);
     let calls = (memory / size / at_once).max(1);
     let len = calls * at_once * size;
     let mut slab = Slab::new(len).map_err(|error| StoreError::Other(format!("cannot measure the kernels: {error}")))?;
@@ -83,13 +84,16 @@ pub fn decode_rate(
     let mut cpu = Cpu::new(compute.clone());
     let (segments, table) = cpu.adopt_segments(ReservedBuffer::ExpertTable, &slab, std::slice::from_ref(&(0..len)))?;
     let slots = ExpertSlots { segments, table, per_segment: usize::MAX, stride: size };
-    let (x, out) = (cpu.allocate(hidden * 4)?, cpu.allocate((at_once + 1) * hidden * 4)?);
+    let x = cpu.allocate(hidden * 4)?;
+    let out = cpu.allocate((at_once + 1) * hidden * 4)?;
     let values: Vec<f32> = (0..hidden).map(|index| index as f32 / hidden as f32 - 0.5).collect();
     cpu.write(x, bytemuck::cast_slice(&values))?;
-    let (act, scores) = (cpu.allocate((at_once + 1) * layer.row() * 4)?, Region::default());
+    let act = cpu.allocate((at_once + 1) * layer.row() * 4)?;
+    let scores = Region::default();
     let buffers = MoeBuffers { act, out, scores, ..MoeBuffers::default() };
     let assignments: Vec<u32> = (0..at_once as u32).collect();
-    let (mut done, begin) = (0, Instant::now());
+    let mut done = 0;
+    let begin = Instant::now();
     while done < 2 || begin.elapsed() < budget {
         let first = (done % calls * at_once) as u32;
         let group = |index: u32| ExpertGroup { expert: 0, slot: first + index, first: index, count: 1 };
@@ -123,7 +127,8 @@ pub fn matrix_rate(backend: &mut dyn Backend, memory: usize, budget: Duration) -
         bytes.part(at - len * rows, len * rows)
     });
     let matrices = [Weight { codes, rows, cols: COLS, global_scale: 1.0, parts }];
-    let (x, y) = (backend.allocate(COLS * 4)?, backend.allocate(rows * 4)?);
+    let x = backend.allocate(COLS * 4)?;
+    let y = backend.allocate(rows * 4)?;
     let product = Linear { x, tokens: 1, norm: None, matrices: &matrices, y, add: false };
     let mut run = || -> Result<(), ModelError> {
         (0..PRODUCTS).try_for_each(|_| backend.execute(&product.into()))?;
@@ -131,7 +136,8 @@ pub fn matrix_rate(backend: &mut dyn Backend, memory: usize, budget: Duration) -
         Ok(backend.wait_for(end)?)
     };
     run()?;
-    let (mut runs, begin) = (0, Instant::now());
+    let mut runs = 0;
+    let begin = Instant::now();
     while runs == 0 || begin.elapsed() < budget {
         run()?;
         runs += 1;

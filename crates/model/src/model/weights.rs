@@ -225,7 +225,8 @@ impl Residual {
         let Some(StreamShape { count, rank, .. }) = config.streams else {
             return Ok(Self::Norm(trunk.norm(norm, config.hidden)?));
         };
-        let (path, width) = (|name: &str| format!("{mix}{name}"), config.residual_width());
+        let path = |name: &str| format!("{mix}{name}");
+        let width = config.residual_width();
         let inject = if has_inject { Some(trunk.weight(&path("block_inject_weight"), count, width)?) } else { None };
         Ok(Self::Streams(Box::new(StreamMix {
             norm: trunk.norm(&path("hc_norm.weight"), width)?,
@@ -246,7 +247,8 @@ impl Residual {
 
 impl NgramWeights {
     fn load(trunk: &mut TrunkLoader<'_>, shape: &NgramShape, config: &Config) -> Result<Self, ModelError> {
-        let (prefix, width) = (format!("{}ple.", names::layer_prefix(shape.layer)), config.residual_width());
+        let prefix = format!("{}ple.", names::layer_prefix(shape.layer));
+        let width = config.residual_width();
         let path = |name: &str| format!("{prefix}{name}");
         // [C, 1, K] or [C, K, 1]: the same order of values. The operation reads [K, C].
         let raw = trunk.from.vector(&path("conv1d.weight"), width * shape.conv_width)?;
@@ -283,7 +285,8 @@ pub fn decide_norm_encoding(from: &mut Checkpoint, config: &Config) -> Result<()
 
 impl AttentionWeights {
     fn load(trunk: &mut TrunkLoader<'_>, prefix: &str, config: &Config) -> Result<Self, ModelError> {
-        let (hidden, a) = (config.hidden, &config.attention);
+        let hidden = config.hidden;
+        let a = &config.attention;
         let path = |name: &str| format!("{prefix}self_attn.{name}");
         let mut weight = |name, rows, cols| trunk.weight(&path(name), rows, cols);
         Ok(Self {
@@ -310,7 +313,8 @@ impl AttentionWeights {
 
 impl DeltaNetWeights {
     fn load(trunk: &mut TrunkLoader<'_>, prefix: &str, config: &Config) -> Result<Self, ModelError> {
-        let (hidden, d) = (config.hidden, &config.delta);
+        let hidden = config.hidden;
+        let d = &config.delta;
         let path = |name: &str| format!("{prefix}linear_attn.{name}");
         // [C, K, 1] in MLX, [C, 1, K] in Hugging Face: the same order of values. The operation reads [K, C].
         let raw = trunk.from.vector(&path("conv1d.weight"), d.channels() * d.conv_width)?;
@@ -321,7 +325,8 @@ impl DeltaNetWeights {
         // Unlike the other norms, this one is stored as `w` in every layout.
         let norm = trunk.from.vector(&path("norm.weight"), d.value_dim)?;
         let decay = Decay { rate: trunk.vector(&rate), dt_bias: trunk.vector(&dt_bias) };
-        let (conv, norm) = (trunk.vector(&conv), trunk.vector(&norm));
+        let conv = trunk.vector(&conv);
+        let norm = trunk.vector(&norm);
         let mut weight = |name, rows, cols| trunk.weight(&path(name), rows, cols);
         Ok(Self {
             shape: config.delta,
@@ -361,7 +366,8 @@ fn mixture(
     let FfnShape::Moe { experts, k, intermediate, shared, renormalise } = config.ffn else {
         return Err(ModelError::Config("a dense model has no experts".into()));
     };
-    let (hidden, prefix) = (config.hidden, format!("{prefix}mlp."));
+    let hidden = config.hidden;
+    let prefix = format!("{prefix}mlp.");
     let (stacks, pieces) = find_experts(trunk.from, &prefix, experts, hidden, intermediate)?;
     map.push(pieces);
     let router = trunk.weight(&format!("{prefix}gate"), experts, hidden)?;

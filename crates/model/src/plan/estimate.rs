@@ -84,8 +84,10 @@ pub struct Overhead {
 /// Estimates the decoding speed of a model with footprint `shape` at the hit rates `found`.
 pub fn estimate(shape: &ModelFootprint, bandwidth: &Bandwidth, found: HitRates, overhead: Overhead) -> Estimate {
     let miss = 1.0 - found.slots.clamp(0.0, 1.0);
-    let (cached, read) = (miss * found.cache.clamp(0.0, 1.0), miss * (1.0 - found.cache.clamp(0.0, 1.0)));
-    let (k, layers) = (shape.experts_per_token, shape.layers as f64);
+    let cached = miss * found.cache.clamp(0.0, 1.0);
+    let read = miss * (1.0 - found.cache.clamp(0.0, 1.0));
+    let k = shape.experts_per_token;
+    let layers = shape.layers as f64;
     let expert = shape.expert as f64;
     let compute = expert / bandwidth.compute;
     // Conditional probability that an expert is read from the page cache, given that it is not read from the disk.

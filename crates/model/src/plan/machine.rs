@@ -71,7 +71,8 @@ pub struct Machine {
 }
 
 const fn machine(name: &'static str, gigabytes: u64, bandwidth: f64, disk: [f64; 2]) -> Machine {
-    let (bandwidth, disk) = (bandwidth * 1e9, [disk[0] * 1e9, disk[1] * 1e9]);
+    let bandwidth = bandwidth * 1e9;
+    let disk = [disk[0] * 1e9, disk[1] * 1e9];
     Machine { name, memory: gigabytes * GIB, bandwidth, efficiency: EFFICIENCY, disk }
 }
 
@@ -139,7 +140,8 @@ pub fn simulate(shape: &ModelFootprint, machine: Machine, options: &PlanOptions)
 pub fn hit_rates(residency: f64) -> [f64; 2] {
     let above =
         HIT_RATE_POINTS.iter().position(|(part, _)| *part >= residency).unwrap_or(HIT_RATE_POINTS.len() - 1).max(1);
-    let ((from, low), (to, high)) = (HIT_RATE_POINTS[above - 1], HIT_RATE_POINTS[above]);
+    let (from, low) = HIT_RATE_POINTS[above - 1];
+    let (to, high) = HIT_RATE_POINTS[above];
     let share = ((residency - from) / (to - from)).clamp(0.0, 1.0);
     [0, 1].map(|case| low[case] + share * (high[case] - low[case]))
 }

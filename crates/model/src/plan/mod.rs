@@ -500,7 +500,8 @@ impl fmt::Display for PlanRefusal<'_> {
             Some(false) => write!(f, "{}, all of them)", shape.experts)?,
             _ => write!(f, "{} experts a token)", shape.experts_per_token)?,
         }
-        let (experts, process) = (Size(self.slots.saturating_mul(shape.slot)), Size(self.limits.process));
+        let experts = Size(self.slots.saturating_mul(shape.slot));
+        let process = Size(self.limits.process);
         write!(f, " {experts} + the program itself {process} = {}", Size(self.min_total))?;
         match self.limit_from {
             LimitSource::Cgroup => write!(f, "; raise the group's limit"),

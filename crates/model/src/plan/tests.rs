@@ -135,7 +135,8 @@ fn parts_match_hand_computed_plan() {
     // MiB, 4096 tokens of 2 KiB (keys, values and draft), and 256 rows of 8 KiB (workspace and draft). Of the other 149
     // MiB, context and prompt cache get 1/16 each, and the chunk gets its maximum of 14 MiB. The slots get the
     // remaining 116.4 MiB, which is enough for 58 more slots.
-    let (context, chunk) = (4096 + 4608, 256 + 1792);
+    let context = 4096 + 4608;
+    let chunk = 256 + 1792;
     let expected = Plan {
         strategy: Strategy::Streaming,
         limit: 320 * MIB,
@@ -294,7 +295,8 @@ fn each_parallel_request_takes_a_state() {
     let options = PlanOptions { limit: Some(8 * GIB), chunk: Some(256), ..PlanOptions::default() };
     let at =
         |count| Plan::new(&small(), &limits(), &PlanOptions { parallel: Parallel::Count(count), ..options }).unwrap();
-    let (one, three) = (at(1), at(3));
+    let one = at(1);
+    let three = at(3);
     assert_eq!((one.parallel, three.parallel), (1, 3));
     assert_eq!(three.state, one.state + 2 * 4 * MIB);
     assert_eq!(three.workspace, one.workspace + 2 * 256 * 1024);

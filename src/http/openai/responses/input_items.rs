@@ -56,9 +56,10 @@ fn listed(mut item: Value, id: String) -> Value {
     if fields.contains_key("role") {
         fields.insert("type".into(), "message".into());
         if let Some(text) = fields.get("content").and_then(Value::as_str) {
-            let content = match fields["role"] == "assistant" {
-                true => json!([{"type": "output_text", "text": text, "annotations": []}]),
-                false => json!([{"type": "input_text", "text": text}]),
+            let content = if fields["role"] == "assistant" {
+                json!([{"type": "output_text", "text": text, "annotations": []}])
+            } else {
+                json!([{"type": "input_text", "text": text}])
             };
             fields.insert("content".into(), content);
         }

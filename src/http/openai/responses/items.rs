@@ -79,7 +79,8 @@ impl MessageBuilder {
             }
             (Some("message") | None, Some(role @ ("user" | "system" | "developer"))) => {
                 self.close();
-                let (content, at) = (&item["content"], format!("{at}.content"));
+                let content = &item["content"];
+                let at = format!("{at}.content");
                 self.messages.push(match role {
                     "user" => Message::new(Role::User, PARTS.content(content, &at, is_new)?),
                     _ => Message::new(Role::System, PARTS.text(content, &at, is_new)?),

@@ -62,8 +62,9 @@ pub async fn get(
 }
 
 pub async fn delete(State(state): State<Arc<ServerState>>, Path(id): Path<String>) -> Result<Json<Value>, ApiError> {
-    match state.responses.remove(&id) {
-        true => Ok(Json(json!({"id": id, "object": "response", "deleted": true}))),
-        false => Err(ApiError::no_such_response(&id, "response_id")),
+    if state.responses.remove(&id) {
+        Ok(Json(json!({"id": id, "object": "response", "deleted": true})))
+    } else {
+        Err(ApiError::no_such_response(&id, "response_id"))
     }
 }

@@ -197,7 +197,8 @@ impl ResponsesRenderer {
 
     fn close_item(&mut self, frames: Option<&Frames>, status: &str) {
         let Some(mut item) = self.open.take() else { return };
-        let (text, logprobs) = (&item.text, item.logprobs.take());
+        let text = &item.text;
+        let logprobs = item.logprobs.take();
         let fields = match &item.kind {
             ItemKind::Reasoning => json!({"text": text}),
             ItemKind::Message => json!({"text": text, "logprobs": logprobs}),
@@ -248,9 +249,10 @@ impl ResponsesRenderer {
         let parts = |part: Value| if status == "in_progress" { json!([]) } else { json!([part]) };
         match kind {
             ItemKind::Reasoning => {
-                let (summary, content) = match self.has_summary {
-                    true => (parts(text_part("summary_text", text)), json!([])),
-                    false => (json!([]), parts(text_part("reasoning_text", text))),
+                let (summary, content) = if self.has_summary {
+                    (parts(text_part("summary_text", text)), json!([]))
+                } else {
+                    (json!([]), parts(text_part("reasoning_text", text)))
                 };
                 let is_done = status != "in_progress";
                 let encrypted = (self.has_encrypted && is_done).then(|| format!("{ENCRYPTED_PREFIX}{text}"));
@@ -311,9 +313,10 @@ impl ResponsesRenderer {
         self.response["output"] = mem::take(&mut self.output).into();
         self.response["status"] = status.into();
         self.response["usage"] = usage_object(&finished.usage);
-        match is_cut {
-            true => self.response["incomplete_details"] = json!({"reason": "max_output_tokens"}),
-            false => self.response["completed_at"] = unix_seconds().into(),
+        if is_cut {
+            self.response["incomplete_details"] = json!({"reason": "max_output_tokens"})
+        } else {
+            self.response["completed_at"] = unix_seconds().into()
         }
         if let Some(input) = self.stored_input.take() {
             let previous = self.response["previous_response_id"].as_str().map(str::to_owned);

@@ -120,8 +120,10 @@ impl ResponsesRequest {
     pub fn answer_as_text(&mut self) {
         self.tool_choice = Some("none".into());
         self.reasoning = Some(ResponsesReasoning { effort: Some("none".into()), summary: None });
-        (self.text, self.common.stream) = (None, None);
-        (self.include, self.top_logprobs) = (None, None);
+        self.text = None;
+        self.common.stream = None;
+        self.include = None;
+        self.top_logprobs = None;
     }
 
     /// True if `include` names this part of the answer. Names other than [`LOGPROBS`] and [`ENCRYPTED_REASONING`]
@@ -404,7 +406,8 @@ mod tests {
 
     #[test]
     fn repeated_references_each_count_toward_memory() {
-        let (store, mut permit) = (ResponseStore::default(), permit());
+        let store = ResponseStore::default();
+        let mut permit = permit();
         store.insert(None, Vec::new(), &json!({"id": "r", "output": [{"id": "m", "text": "x".repeat(100_000)}]}));
         let mut ask =
             |times: usize| request(json!({"input": vec![json!({"id": "m"}); times]})).take_input(&store, &mut permit);

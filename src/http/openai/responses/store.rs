@@ -99,8 +99,8 @@ impl ResponseStore {
             return;
         }
         entries.bytes += bytes;
-        let (output, text) =
-            (output.cloned().unwrap_or_default(), Bytes::from_owner(ResponseText { text, _permit: permit }));
+        let output = output.cloned().unwrap_or_default();
+        let text = Bytes::from_owner(ResponseText { text, _permit: permit });
         let stored = StoredResponse { id, previous, input, output, text, bytes };
         entries.responses.push_back(Arc::new(stored));
     }
@@ -165,7 +165,9 @@ impl ResponseStore {
     /// recently used.
     fn chain(&self, id: &str) -> (Vec<Arc<StoredResponse>>, bool) {
         let mut entries = self.entries.lock();
-        let (mut chain, mut next, mut is_whole) = (Vec::new(), Some(id.to_owned()), true);
+        let mut chain = Vec::new();
+        let mut next = Some(id.to_owned());
+        let mut is_whole = true;
         while let Some(id) = next {
             let at = entries.responses.iter().position(|response| response.id == id);
             let Some(response) = at.and_then(|at| entries.responses.remove(at)) else {
@@ -245,7 +247,8 @@ mod tests {
         let store = ResponseStore::within(RequestMemory::new(&metrics));
         let counted = || metrics.request_memory.get();
         store.insert(None, Vec::new(), &json!({"id": "a", "output": [], "user": "x".repeat(1000)}));
-        let (one, other) = (store.get("a").unwrap(), store.get("a").unwrap());
+        let one = store.get("a").unwrap();
+        let other = store.get("a").unwrap();
         assert_eq!(one.as_ptr(), other.as_ptr());
         drop(one);
         assert!(store.remove("a") && counted() > 1000);
@@ -262,7 +265,8 @@ mod tests {
             store.insert(None, vec!["x".repeat(total / 20).into()], &response(&id.to_string()));
         }
         assert!(store.get("0").is_some());
-        let (mut one, mut other) = (memory.permit(), memory.permit());
+        let mut one = memory.permit();
+        let mut other = memory.permit();
         one.resize(total / 2).unwrap();
         other.resize(total / 6).unwrap();
         assert!(store.get("0").is_none() && store.get("3").is_some());
@@ -276,7 +280,8 @@ mod tests {
         for id in 0..4 {
             store.insert(None, vec!["x".repeat(total / 20).into()], &response(&id.to_string()));
         }
-        let (mut other, mut own) = (memory.permit(), memory.permit());
+        let mut other = memory.permit();
+        let mut own = memory.permit();
         other.resize(total / 2).unwrap();
         let items = store.history("3", |_| own.resize(total / 6)).unwrap().unwrap();
         assert_eq!(items.len(), 2);

@@ -86,7 +86,8 @@ impl CgroupMount {
     fn parse(line: &str) -> Option<Self> {
         let (head, tail) = line.split_once(" - ")?;
         let mut head = head.split(' ').skip(3);
-        let (root, point) = (unescape(head.next()?), unescape(head.next()?));
+        let root = unescape(head.next()?);
+        let point = unescape(head.next()?);
         let mut tail = tail.split(' ');
         let version = match tail.next()? {
             "cgroup2" => 2,
@@ -100,7 +101,9 @@ impl CgroupMount {
     /// hierarchy.
     fn group<'a>(&self, line: &'a str) -> Option<&'a Path> {
         let mut parts = line.splitn(3, ':');
-        let (id, controllers, path) = (parts.next()?, parts.next()?, parts.next()?);
+        let id = parts.next()?;
+        let controllers = parts.next()?;
+        let path = parts.next()?;
         let ours = match self.version {
             2 => id == "0" && controllers.is_empty(),
             _ => controllers.split(',').any(|controller| controller == "memory"),
@@ -145,7 +148,8 @@ mod tests {
     #[test]
     fn v1_limit_uses_memory_hierarchy_only() {
         let root = tempfile::tempdir().unwrap();
-        let (memory, cpu) = (root.path().join("memory"), root.path().join("cpu"));
+        let memory = root.path().join("memory");
+        let cpu = root.path().join("cpu");
         put(&memory, "memory.limit_in_bytes", "9223372036854771712\n");
         put(&memory.join("box"), "memory.limit_in_bytes", "3000000\n");
         put(&cpu.join("box"), "memory.limit_in_bytes", "7\n");

@@ -31,7 +31,8 @@ fn consecutive_jobs_run_with_and_without_pauses() {
 
 /// Runs one task per thread. Each task waits until all tasks have begun, so all threads must run at the same time.
 fn run_on_all_threads(threads: &Threads) {
-    let (began, since) = (AtomicUsize::new(0), Instant::now());
+    let began = AtomicUsize::new(0);
+    let since = Instant::now();
     threads.run(threads.count(), &|_| {
         began.fetch_add(1, Ordering::Relaxed);
         while began.load(Ordering::Relaxed) < threads.count() {

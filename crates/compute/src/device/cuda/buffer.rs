@@ -148,7 +148,8 @@ impl StagingBuffer {
             let new = len.next_power_of_two().max(Self::MIN_LEN);
             // SAFETY: `clear` frees the memory once.
             let Ok(memory) = (unsafe { result::malloc_host(new, 0) }) else { return false };
-            (self.memory, self.len) = (memory.cast(), new);
+            self.memory = memory.cast();
+            self.len = new;
             // SAFETY: the block has this length. The block is initialised here before any read.
             unsafe { self.memory.write_bytes(0, new) };
         }
@@ -160,7 +161,8 @@ impl StagingBuffer {
         if !self.memory.is_null() {
             // SAFETY: the current context allocated the memory.
             let _ = unsafe { result::free_host(self.memory.cast()) };
-            (self.memory, self.len) = (std::ptr::null_mut(), 0);
+            self.memory = std::ptr::null_mut();
+            self.len = 0;
         }
     }
 }

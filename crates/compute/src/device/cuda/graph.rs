@@ -129,7 +129,9 @@ struct LaunchGraph {
 impl LaunchGraph {
     /// Creates a graph. On an error, returns the launches together with the error.
     fn new(launches: Vec<CudaLaunch>, overlaps: bool) -> Result<Self, (Vec<CudaLaunch>, DriverError)> {
-        let (graph, exec, nodes) = (ptr::null_mut(), ptr::null_mut(), Vec::with_capacity(launches.len()));
+        let graph = ptr::null_mut();
+        let exec = ptr::null_mut();
+        let nodes = Vec::with_capacity(launches.len());
         let mut new = Self { graph, exec, nodes, launches };
         match new.create(overlaps) {
             Ok(()) => Ok(new),

@@ -45,7 +45,8 @@ impl CudaLaunch {
         // SAFETY: the driver copies the parameters before the call returns. The queue frees a buffer only after the GPU
         // has completed all work that uses it.
         self.with_parameters(|parameters| unsafe {
-            let (grid, block) = ((width, height, depth), (self.threads, 1, 1));
+            let grid = (width, height, depth);
+            let block = (self.threads, 1, 1);
             result::launch_kernel(self.function, grid, block, 0, stream, parameters)
         })
     }

@@ -52,7 +52,8 @@ impl CudaLibrary {
         let Self { architecture, modules, kernels, refused } = self;
         kernels.get_or_insert_with(|| {
             let folder = os::cache_dir().map(|cache| cache.join("cuda"));
-            let (mut all, mut driver) = (BTreeMap::new(), 0);
+            let mut all = BTreeMap::new();
+            let mut driver = 0;
             // SAFETY: the call writes one integer.
             let _ = unsafe { sys::cuDriverGetVersion(&mut driver) };
             // Compile the files in parallel, since the compiler is slow.
@@ -333,7 +334,8 @@ mod tests {
         if ran_in_own_process_with(nvrtc_compiles_every_file, without_cache) {
             return;
         }
-        let (mut all, mut stack) = (Vec::new(), BTreeMap::new());
+        let mut all = Vec::new();
+        let mut stack = BTreeMap::new();
         for file in kernels::FILES {
             let mut source = KernelSource::new(file, "sm_90", 0, None);
             source.options.push("--ptxas-options=-v".into());

@@ -183,7 +183,8 @@ fn cpu_and_gpu_count_the_same_lookups() {
     let run = |late: bool, prefetch: Prefetch| {
         let (store, metrics) =
             checkpoint.open(Options { prefetch, threads: 1, io: ReadMode::Buffered, ..Options::new(16) });
-        let (mut cpu, mut gpu) = (CpuTimeline, LateDevice::new(&store, &checkpoint, false));
+        let mut cpu = CpuTimeline;
+        let mut gpu = LateDevice::new(&store, &checkpoint, false);
         for (at, layer) in (0..300).flat_map(|at| (0..LAYERS).map(move |layer| (at, layer))) {
             // Wait for all reads, so that the order of arrival is the same in both runs.
             while store.reader.is_busy() {
@@ -212,7 +213,8 @@ fn cpu_and_gpu_count_the_same_lookups() {
         counts(&metrics)
     };
     for prefetch in [Prefetch::Off, Prefetch::On] {
-        let (cpu, gpu) = (run(false, prefetch), run(true, prefetch));
+        let cpu = run(false, prefetch);
+        let gpu = run(true, prefetch);
         assert_eq!(cpu, gpu, "{prefetch:?}");
         let [hits, misses, foreseen, used, evictions] = cpu;
         assert_eq!(hits + misses + foreseen, 300 * LAYERS as u64 * 2);

@@ -36,7 +36,8 @@ fn slots_shrink_and_grow_with_correct_bytes() {
         let (store, metrics) = checkpoint.open(Options { min_slots: 6, ..Options::new(slots) });
         store.fill(&mut |_, _| ()).unwrap();
         assert_eq!(store.is_resident(), slots == all);
-        let (now, bytes) = (Instant::now(), store.slot_bytes() as u64);
+        let now = Instant::now();
+        let bytes = store.slot_bytes() as u64;
         let adapt =
             |memory, seconds| store.adapt_to_level(memory, now + Duration::from_secs(seconds), &mut CpuTimeline);
         (0..20).for_each(|n| token(&store, &checkpoint.map, n));
@@ -95,7 +96,8 @@ fn device_releases_whole_segments() {
     store.release_whole_segments(true);
     assert_eq!((store.layout().per_segment, store.layout().segments().count()), (4, 4));
     (0..20).for_each(|n| token(&store, &checkpoint.map, n));
-    let (mut device, now) = (SegmentDevice::default(), Instant::now());
+    let mut device = SegmentDevice::default();
+    let now = Instant::now();
     let mut adapt = |level, seconds| store.adapt_to_level(level, now + Duration::from_secs(seconds), &mut device);
     // Three slots must be released, but the last segment has only two slots. So the last two segments are released.
     assert!(adapt(MemoryLevel::Short(3 * bytes as u64), 0));
@@ -148,7 +150,8 @@ fn memory_is_checked_at_intervals() {
     impl SlotDevice for CountingDevice {}
     // `min_slots` is the number of all slots, so the real memory level of the test machine has no effect.
     let (store, _) = checkpoint().open(Options::new(8));
-    let (mut device, before) = (CountingDevice(0), Instant::now());
+    let mut device = CountingDevice(0);
+    let before = Instant::now();
     store.adapt_to_memory(&mut device);
     let next = store.state.borrow().pressure.next_check;
     let interval = Duration::from_millis(250);
@@ -164,7 +167,8 @@ fn memory_is_checked_at_intervals() {
 fn one_shortage_is_logged_once() {
     let (_guard, said) = capture_log();
     let (store, _) = checkpoint().open(Options { min_slots: 4, ..Options::new(8) });
-    let (now, bytes) = (Instant::now(), store.slot_bytes() as u64);
+    let now = Instant::now();
+    let bytes = store.slot_bytes() as u64;
     // The third shortage comes after `RESTORE_DELAY`, so it is logged. In the last shortage, no slot is left to
     // release.
     for (seconds, slots, lines) in [(0, 7, 1), (9, 6, 1), (20, 5, 2), (21, 4, 2), (60, 4, 2)] {

@@ -321,7 +321,8 @@ fn prefetched_experts_are_used() {
     for layer in [2, 0, 1, 2] {
         take(&store, &checkpoint.map, layer, &[0, 1, 2, 3, 4, 5, 7], PassKind::Decode);
     }
-    let (used, wasted) = (metrics.prefetches_used.get(), metrics.prefetches_wasted.get());
+    let used = metrics.prefetches_used.get();
+    let wasted = metrics.prefetches_wasted.get();
     assert!(used == 1 && wasted <= 1, "{used} used, {wasted} wasted");
 }
 

@@ -256,7 +256,8 @@ impl ExpertSource for ShortSource {
 
 #[test]
 fn short_reads_continue_at_block_boundaries() {
-    let (slab, states) = (Arc::new(Slab::new(SLOT).unwrap()), SlotTable::new(1, 1).states().clone());
+    let slab = Arc::new(Slab::new(SLOT).unwrap());
+    let states = SlotTable::new(1, 1).states().clone();
     let metrics = Metrics::new("0", "cpu");
     let reader =
         ExpertReader::new(Box::new(ShortSource), slab.clone(), states.clone(), layout(1), 1, metrics.clone()).unwrap();
@@ -305,7 +306,8 @@ fn damaged_record_is_counted_once_and_rebuilt() {
     let parts = std::array::from_fn(|part| (0, if part == 0 { LEN } else { 0 }));
     let records = LayerRecords::new(LEN as u64, parts, [(crc32fast::hash(&[7; LEN]), pieces)]);
     let source = Box::new(pack.with_records(Some(Arc::new(PackRecords::new(vec![records], checkpoint)))));
-    let (slab, states) = (Arc::new(Slab::new(SLOT).unwrap()), SlotTable::new(1, 1).states().clone());
+    let slab = Arc::new(Slab::new(SLOT).unwrap());
+    let states = SlotTable::new(1, 1).states().clone();
     let metrics = Metrics::new("0", "cpu");
     let reader = ExpertReader::new(source, slab.clone(), states.clone(), layout(1), 1, metrics.clone()).unwrap();
     let plan = ReadPlan::new(&pieces, reader.source().block());

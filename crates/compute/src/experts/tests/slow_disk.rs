@@ -32,7 +32,8 @@ impl Drop for AllowOnDrop {
 
 /// A store with two layers of 20 experts, 16 slots and one reader thread. Expert `n` of layer `l` is page `20 * l + n`.
 fn store() -> (ExpertStore, AllowOnDrop, Arc<Metrics>) {
-    let (permits, metrics) = (Arc::<ReadPermits>::default(), Metrics::new("0", "cpu"));
+    let permits = Arc::<ReadPermits>::default();
+    let metrics = Metrics::new("0", "cpu");
     let piece = |page: u32, len| Piece { file: 0, offset: u64::from(page) * 4096, len };
     let expert = |page| std::array::from_fn::<_, PIECES, _>(|part| piece(page, if part == 0 { 64 } else { 0 }));
     let map = ExpertMap { layers: [0, EXPERTS].map(|first| (first..first + EXPERTS).map(expert).collect()).into() };

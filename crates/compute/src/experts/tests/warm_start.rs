@@ -6,7 +6,8 @@ use std::time::Instant;
 
 #[test]
 fn hot_list_is_saved_once_a_minute() {
-    let (checkpoint, dir) = (checkpoint(), tempfile::tempdir().unwrap());
+    let checkpoint = checkpoint();
+    let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("hot.json");
     let warm_start = Some(WarmStart { file: file.clone(), identity: "a".into() });
     let (store, _) = checkpoint.open(Options { warm_start, ..Options::new(6) });

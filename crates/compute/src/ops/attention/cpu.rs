@@ -39,14 +39,18 @@ impl AttentionRows<'_> {
     /// Computes one row after the other.
     pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
         let Self { write, attention, rows } = self;
-        let (shape, values, ring) = (write.shape, write.shape.heads * write.shape.dim, write.shape.recent_bytes());
+        let shape = write.shape;
+        let values = write.shape.heads * write.shape.dim;
+        let ring = write.shape.recent_bytes();
         for row in 0..write.tokens {
             let [number, start] = cpu.memory.sequence(rows, row);
             let table = write.cache.table.rows(number, 1, shape.pages());
             let recent = write.cache.recent.map(|recent| recent.part(number * ring, ring));
             let cache = KvCache { table, recent, ..write.cache };
             let of = |region: Region, width: usize| region.rows(row, 1, width);
-            let (proj, q, y) = (of(write.proj, shape.width()), of(write.q, values), of(attention.y, values));
+            let proj = of(write.proj, shape.width());
+            let q = of(write.q, values);
+            let y = of(attention.y, values);
             let norm_rope =
                 QkNormRope { rope_table: of(write.norm_rope.rope_table, shape.rope_dim), ..write.norm_rope };
             KvWrite { start, tokens: 1, proj, norm_rope, q, cache, ..*write }.on_cpu(cpu)?;
@@ -58,8 +62,12 @@ impl AttentionRows<'_> {
 
 impl Attention<'_> {
     pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
-        let (shape, tokens, memory) = (self.shape, self.tokens, &cpu.memory);
-        let (heads, shared, dim) = (shape.heads, shape.kv_heads, shape.dim);
+        let shape = self.shape;
+        let tokens = self.tokens;
+        let memory = &cpu.memory;
+        let heads = shape.heads;
+        let shared = shape.kv_heads;
+        let dim = shape.dim;
         if shared == 0 || !heads.is_multiple_of(shared) || self.start + tokens > shape.context {
             return refuse(format!("cannot attend with {tokens} tokens at position {}: {shape:?}", self.start));
         }
@@ -181,7 +189,8 @@ impl<'a, T: KvElement> AttentionCall<'a, T> {
         full: FullKv<'a>,
         quantized: Option<[QuantizedKv<'a>; 2]>,
     ) -> Self {
-        let (shape, dim) = (op.shape, op.shape.dim);
+        let shape = op.shape;
+        let dim = op.shape.dim;
         Self {
             call: CALLS.fetch_add(1, Ordering::Relaxed) + 1,
             q,
@@ -208,7 +217,10 @@ impl<'a, T: KvElement> AttentionCall<'a, T> {
         while self.group.is_multiple_of(2) && 2 * self.split * tasks <= threads.count() {
             (self.group, self.split) = (self.group / 2, 2 * self.split);
         }
-        let (work, group, width, shared) = (&self, self.group, self.width, self.shared * self.split);
+        let work = &self;
+        let group = self.group;
+        let width = self.width;
+        let shared = self.shared * self.split;
         let out = OutPtr(y.as_mut_ptr());
         // A tile is several tokens with all query heads of one key head.
         let height = (MAX_TILE_QUERIES / group).max(1);
@@ -227,13 +239,15 @@ impl<'a, T: KvElement> AttentionCall<'a, T> {
         let mut parts = PARTIALS.take();
         // Enough blocks for all threads, but few enough that their results are still cached when they are merged.
         let max = (16 * threads.count()).div_ceil(shared * tiles).clamp(16, MAX_WAVE_BLOCKS);
-        let (sums, wave) = (shared * tiles * size, blocks.min(max));
+        let sums = shared * tiles * size;
+        let wave = blocks.min(max);
         parts.resize((sums * (1 + wave)).max(parts.len()), 0.0);
         let (sums, parts_of) = parts.split_at_mut(sums);
         for (task, sums) in sums.chunks_exact_mut(size).enumerate() {
             clear(sums, tile(task).1.len() * group);
         }
-        let (sums, part) = (OutPtr(sums.as_mut_ptr()), OutPtr(parts_of.as_mut_ptr()));
+        let sums = OutPtr(sums.as_mut_ptr());
+        let part = OutPtr(parts_of.as_mut_ptr());
         // SAFETY: the `size` values of an index lie inside the buffer. Each index belongs to one task at a time.
         let slice =
             |base: OutPtr, index: usize| unsafe { std::slice::from_raw_parts_mut(base.0.add(index * size), size) };
@@ -319,7 +333,8 @@ impl<T: KvElement> AttentionCall<'_, T> {
     fn finish(&self, head: usize, tokens: Range<usize>, sums: &[f32], out: OutPtr) {
         let queries = tokens.len() * self.group;
         for query in 0..queries {
-            let (token, n) = (tokens.start + query / self.group, head * self.group + query % self.group);
+            let token = tokens.start + query / self.group;
+            let n = head * self.group + query % self.group;
             // SAFETY: inside the output. Each row belongs to one tile.
             let y = unsafe { std::slice::from_raw_parts_mut(out.0.add((token * self.heads + n) * self.dim), self.dim) };
             let row = &sums[2 * queries + query * self.width..][..self.dim];
@@ -339,7 +354,9 @@ impl<T: KvElement> AttentionCall<'_, T> {
         if std::mem::replace(&mut query.loaded_for, tile) == tile {
             return;
         }
-        let (dim, width, group) = (self.dim, self.width, self.group);
+        let dim = self.dim;
+        let width = self.width;
+        let group = self.group;
         let scale = (dim as f32).powf(-0.5);
         let size = tokens.len() * group * width;
         query.padded.clear();
@@ -392,7 +409,9 @@ impl<T: KvElement> AttentionCall<'_, T> {
         at: (usize, usize),
         query: &mut TileQueries,
     ) -> usize {
-        let (width, head, (index, queries)) = (self.width, head / self.split, at);
+        let width = self.width;
+        let head = head / self.split;
+        let (index, queries) = at;
         let mut scores = [[0f32; BLOCK]; N];
         let FullKv { bytes, table, capacity } = &self.full;
         let sizes = [self.shared, *capacity, self.dim];

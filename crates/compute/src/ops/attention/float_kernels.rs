@@ -67,7 +67,8 @@ fn qk_blocks<V: Vector, T: KvElement, const N: usize, const K: usize>(
         let mut scales = [0f32; K];
         for k in 0..K {
             let row = keys.row(head, seen.start + index + k);
-            (rows[k], scales[k]) = (T::values(row), T::scale(row));
+            rows[k] = T::values(row);
+            scales[k] = T::scale(row);
         }
         let lanes = dot_lanes::<V, T, N, K>(q, &rows, Some(ahead));
         let mut all = [V::splat(0.0); 16];
@@ -136,7 +137,8 @@ wide! {
         let one = V::splat(1.0);
         for n in 0..N {
             let (chunks, rest) = scores[n][..count].as_chunks_mut::<16>();
-            let (max, mut sum) = (results[n][0], V::splat(0.0));
+            let max = results[n][0];
+            let mut sum = V::splat(0.0);
             for chunk in chunks {
                 for score in chunk.iter_mut() {
                     *score = softmax_weight(*score - max);
@@ -164,9 +166,11 @@ wide! {
     /// maxima of all queries, then the sums of all queries, then the weighted sums, `width` floats for each query.
     pub(super) fn merge_blocks(sums: &mut [f32], part: &[f32], queries: usize, first: usize, width: usize) {
         for query in first..queries {
-            let (old, new) = (sums[query], part[query]);
+            let old = sums[query];
+            let new = part[query];
             let max = old.max(new);
-            let (a, b) = (exp(old - max), exp(new - max));
+            let a = exp(old - max);
+            let b = exp(new - max);
             sums[query] = max;
             sums[queries + query] = sums[queries + query] * a + part[queries + query] * b;
             let row = 2 * queries + query * width..2 * queries + (query + 1) * width;

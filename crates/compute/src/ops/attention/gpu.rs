@@ -194,14 +194,16 @@ impl Attention<'_> {
         let at_once = (self.partials.len / row.max(1)).clamp(1, max);
         (0..tokens).step_by(at_once).map(move |first| {
             let count = at_once.min(tokens - first);
-            let (part, rows) = (self.part(first, count), rows.map(|rows| rows.part(first, count)));
+            let part = self.part(first, count);
+            let rows = rows.map(|rows| rows.part(first, count));
             [part.splits(on_tiles, rows), part.merge(rows)]
         })
     }
 
     /// This operation for rows `first..first + count` only.
     pub(in crate::ops) fn part(&self, first: usize, count: usize) -> Self {
-        let (queries, width) = (self.shape.heads * self.shape.dim, self.shape.width());
+        let queries = self.shape.heads * self.shape.dim;
+        let width = self.shape.width();
         let [q, y] = [self.q, self.y].map(|region| region.rows(first, count, queries));
         Self { start: self.start + first, tokens: count, q, proj: self.proj.rows(first, count, width), y, ..*self }
     }

@@ -84,7 +84,8 @@ impl<'a, T: KvElement> KvView<'a, T> {
     /// lists in order. Rows have `dim` values.
     #[inline(always)]
     pub fn at(bytes: &'a [u8], table: Option<&[u32]>, [count, capacity, dim]: [usize; 3], position: usize) -> Self {
-        let (data, width) = (bytemuck::cast_slice(bytes), dim + T::SCALE_ELEMENTS);
+        let data = bytemuck::cast_slice(bytes);
+        let width = dim + T::SCALE_ELEMENTS;
         let size = count * capacity * width;
         let page = |index: usize| match table {
             Some(table) => table.get(index).map(|page| &data[*page as usize * size..][..size]),
@@ -101,7 +102,8 @@ impl<'a, T: KvElement> KvView<'a, T> {
     #[inline(always)]
     pub fn prefetch_address(&self, head: usize, position: usize, bytes: usize) -> *const u8 {
         let of = |data: &[T], row: usize| data.as_ptr().cast::<u8>().wrapping_add(row * self.width * size_of::<T>());
-        let (row, beyond) = (self.row_index(position), self.capacity * self.width * size_of::<T>());
+        let row = self.row_index(position);
+        let beyond = self.capacity * self.width * size_of::<T>();
         let at = row * self.width * size_of::<T>() + bytes;
         if at < beyond {
             of(self.data, head * self.capacity).wrapping_add(at)
@@ -147,8 +149,13 @@ impl<'a, T: KvElement> KvRows<'a, T> {
 
 impl KvWrite<'_> {
     pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
-        let (shape, tokens, memory) = (self.shape, self.tokens, &cpu.memory);
-        let (dim, width, heads, half) = (shape.dim, shape.width(), shape.heads, shape.rope_dim / 2);
+        let shape = self.shape;
+        let tokens = self.tokens;
+        let memory = &cpu.memory;
+        let dim = shape.dim;
+        let width = shape.width();
+        let heads = shape.heads;
+        let half = shape.rope_dim / 2;
         if self.start + tokens > shape.context {
             return refuse(format!(
                 "cannot cache {tokens} rows at position {}: the context has {} positions",
@@ -183,7 +190,8 @@ impl KvWrite<'_> {
         let rings = self.cache.recent.map(|recent| memory.bytes_mut(recent));
         let mut to = caches.into_iter().zip(rings);
         let (Some(keys), Some(values)) = (to.next(), to.next()) else { return Ok(()) };
-        let (mut buffer, scratch) = ([0f32; MAX_HEAD_DIM], &mut [0i32; MAX_HEAD_DIM]);
+        let mut buffer = [0f32; MAX_HEAD_DIM];
+        let scratch = &mut [0i32; MAX_HEAD_DIM];
         let Some(row) = buffer.get_mut(..dim) else {
             return refuse(format!("head dimension {dim} is above {MAX_HEAD_DIM}"));
         };

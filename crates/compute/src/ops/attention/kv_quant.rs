@@ -111,7 +111,8 @@ pub(super) fn unpack_row(bits: usize, row: &[u8], integers: &mut [i16], scales: 
     for (integers, codes) in groups {
         let (low, high) = integers.split_at_mut(GROUP / 2);
         for ((code, low), high) in codes.iter().zip(low).zip(high) {
-            (*low, *high) = (2 * i16::from(code & 15) - 15, 2 * i16::from(code >> 4) - 15);
+            *low = 2 * i16::from(code & 15) - 15;
+            *high = 2 * i16::from(code >> 4) - 15;
         }
     }
 }
@@ -119,7 +120,8 @@ pub(super) fn unpack_row(bits: usize, row: &[u8], integers: &mut [i16], scales: 
 /// Dequantizes rows of `dim` values. The Hadamard transform is not undone.
 pub(in crate::ops) fn dequantize_rows(bits: usize, rows: &[u8], dim: usize) -> Vec<f32> {
     let mut values = Vec::new();
-    let (mut integers, mut scales) = (vec![0; dim], vec![0.0; dim / GROUP]);
+    let mut integers = vec![0; dim];
+    let mut scales = vec![0.0; dim / GROUP];
     for row in rows.chunks_exact(row_bytes(bits, dim)) {
         unpack_row(bits, row, &mut integers, &mut scales);
         values.extend(integers.iter().enumerate().map(|(at, value)| f32::from(*value) * scales[at / GROUP]));

@@ -90,7 +90,9 @@ pub(super) unsafe fn qk<const N: usize>(
     [rows, next]: [&[u8]; 2],
     scores: &mut [[f32; BLOCK]; N],
 ) {
-    let (dim, groups, bits) = (keys.dim, keys.dim / GROUP, keys.bits);
+    let dim = keys.dim;
+    let groups = keys.dim / GROUP;
+    let bits = keys.bits;
     let [high, low] =
         [&queries.high, &queries.low].map(|digits| digits[first * dim..][..N * dim].as_chunks::<GROUP>().0);
     let query_scales = &queries.scales[first..first + N];
@@ -133,7 +135,8 @@ pub(super) unsafe fn qk<const N: usize>(
                         tile[word][k] = codes[word];
                     }
                 }
-                let (tile, scales) = (&tile[..words], [scales[0][pair][odd], scales[1][pair][odd]]);
+                let tile = &tile[..words];
+                let scales = [scales[0][pair][odd], scales[1][pair][odd]];
                 let digits = [&high[group..], &low[group..]];
                 let mut n = 0;
                 while n < N {
@@ -245,7 +248,9 @@ pub(super) unsafe fn pv<const N: usize>(
     [rows, next]: [&[u8]; 2],
     value_scales: &mut ValueScales,
 ) {
-    let (dim, bits, stride) = (values.dim.min(MAX_HEAD_DIM), values.bits, values.row);
+    let dim = values.dim.min(MAX_HEAD_DIM);
+    let bits = values.bits;
+    let stride = values.row;
     // SAFETY: guaranteed by the caller.
     unsafe { scales(values, rows, value_scales) };
     VALUE_TILE.with_borrow_mut(|tile| {
@@ -279,7 +284,8 @@ pub(super) unsafe fn pv<const N: usize>(
                 quantize_weights(weights, STRIP * QUAD * strip, value_scales, &mut tile.weights, &mut prefetch);
                 let mut n = 0;
                 while n < N {
-                    let (weights, totals) = (&tile.weights[n..], &mut tile.totals[pair * N + n..]);
+                    let weights = &tile.weights[n..];
+                    let totals = &mut tile.totals[pair * N + n..];
                     n += match N - n {
                         2.. => accumulate::<2>(&tile.values, weights, totals, &mut prefetch),
                         _ => accumulate::<1>(&tile.values, weights, totals, &mut prefetch),
@@ -388,13 +394,15 @@ fn quantize_weights<const N: usize>(
             prefetch.next_line();
         }
         let [a, b] = value_scales;
-        let (a, b) = (&a[at..at + 16], &b[at..at + 16]);
+        let a = &a[at..at + 16];
+        let b = &b[at..at + 16];
         // SAFETY: sixteen values each.
         let (a, b) = unsafe { (_mm512_loadu_ps(a.as_ptr()), _mm512_loadu_ps(b.as_ptr())) };
         for n in 0..N {
             // SAFETY: sixteen values.
             let weights = unsafe { _mm512_loadu_ps(weights[n][at..at + 16].as_ptr()) };
-            let (a, b) = (_mm512_fmadd_ps(weights, a, round), _mm512_fmadd_ps(weights, b, round));
+            let a = _mm512_fmadd_ps(weights, a, round);
+            let b = _mm512_fmadd_ps(weights, b, round);
             let a = _mm512_shuffle_epi8(_mm512_castps_si512(a), even);
             let b = _mm512_shuffle_epi8(_mm512_castps_si512(b), odd);
             // SAFETY: the weights of four quads are 64 bytes.

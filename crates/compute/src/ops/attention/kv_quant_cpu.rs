@@ -46,8 +46,10 @@ wide! {
         rows: &[u8],
         scores: &mut [[f32; BLOCK]; N],
     ) {
-        let (mut integers, mut scales) = ([0i16; MAX_HEAD_DIM], [0f32; MAX_HEAD_DIM / GROUP]);
-        let (integers, scales) = (&mut integers[..keys.dim], &mut scales[..keys.dim / GROUP]);
+        let mut integers = [0i16; MAX_HEAD_DIM];
+        let mut scales = [0f32; MAX_HEAD_DIM / GROUP];
+        let integers = &mut integers[..keys.dim];
+        let scales = &mut scales[..keys.dim / GROUP];
         for (index, row) in rows.chunks_exact(keys.row).enumerate() {
             unpack_row(keys.bits, row, integers, scales);
             for (n, scores) in scores.iter_mut().enumerate() {
@@ -77,7 +79,8 @@ pub(super) fn pv<const N: usize>(
     seen: Range<usize>,
     value_scales: &mut ValueScales,
 ) {
-    let (rows, next) = (values.rows(head, seen.start, seen.len()), keys.next_page_rows(head, seen.start, seen.len()));
+    let rows = values.rows(head, seen.start, seen.len());
+    let next = keys.next_page_rows(head, seen.start, seen.len());
     let groups = values.dim / GROUP;
     value_scales.each.resize(groups.max(value_scales.each.len()), [0.0; BLOCK]);
     value_scales.back.resize(groups.max(value_scales.back.len()), 0.0);
@@ -104,9 +107,12 @@ wide! {
         rows: &[u8],
         value_scales: &mut ValueScales,
     ) {
-        let (dim, count) = (values.dim, rows.len() / values.row);
-        let (mut integers, mut scales) = ([0i16; MAX_HEAD_DIM], [0f32; MAX_HEAD_DIM / GROUP]);
-        let (integers, scales) = (&mut integers[..dim], &mut scales[..dim / GROUP]);
+        let dim = values.dim;
+        let count = rows.len() / values.row;
+        let mut integers = [0i16; MAX_HEAD_DIM];
+        let mut scales = [0f32; MAX_HEAD_DIM / GROUP];
+        let integers = &mut integers[..dim];
+        let scales = &mut scales[..dim / GROUP];
         for (index, row) in rows.chunks_exact(values.row).enumerate() {
             unpack_row(values.bits, row, integers, scales);
             for (group, scale) in scales.iter().enumerate() {

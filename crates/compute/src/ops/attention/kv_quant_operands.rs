@@ -27,7 +27,8 @@ pub(super) struct QuantizedQueries {
 impl QuantizedQueries {
     /// Quantizes `queries`, rows of at least `dim` values.
     pub fn set<'a>(&mut self, queries: impl ExactSizeIterator<Item = &'a [f32]>, dim: usize) {
-        let (count, groups) = (queries.len(), dim / GROUP);
+        let count = queries.len();
+        let groups = dim / GROUP;
         self.dim = dim;
         self.high.resize(count * dim, 0);
         self.low.resize(count * dim, 0);

@@ -152,7 +152,8 @@ impl AttentionRows<'_> {
 
 impl KvWrite<'_> {
     pub(super) fn touches(&self, see: &mut dyn FnMut(Region, BufferAccess)) {
-        let (tokens, shape) = (self.tokens, self.shape);
+        let tokens = self.tokens;
+        let shape = self.shape;
         see(self.proj.floats(tokens * shape.width()), BufferAccess::Read);
         see(self.norm_rope.rope_table.floats(tokens * shape.rope_dim), BufferAccess::Read);
         see(self.q.floats(tokens * shape.heads * shape.dim), BufferAccess::Write);
@@ -165,7 +166,8 @@ impl KvWrite<'_> {
 
 impl Attention<'_> {
     pub(super) fn touches(&self, see: &mut dyn FnMut(Region, BufferAccess)) {
-        let (tokens, shape) = (self.tokens, self.shape);
+        let tokens = self.tokens;
+        let shape = self.shape;
         let queries = tokens * shape.heads * shape.dim;
         see(self.q.floats(queries), BufferAccess::Read);
         see(self.proj.floats(tokens * shape.width()), BufferAccess::Read);

@@ -20,7 +20,8 @@ thread_local! {
 
 impl BlockAttention<'_> {
     pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
-        let (shape, tokens) = (self.attention.shape, self.attention.tokens);
+        let shape = self.attention.shape;
+        let tokens = self.attention.tokens;
         if tokens == 0 || shape.kv_heads == 0 || !shape.heads.is_multiple_of(shape.kv_heads) {
             return refuse(format!("cannot attend with {tokens} tokens: {shape:?}"));
         }
@@ -42,8 +43,12 @@ impl BlockAttention<'_> {
 
     /// Attends to `selected`, `[tokens, blocks]`, and to each query's open block.
     fn attend<T: KvElement>(&self, cpu: &Cpu, selected: &[u32]) {
-        let (op, memory, threads) = (&self.attention, &cpu.memory, &cpu.compute.threads);
-        let (shape, tokens, dim) = (op.shape, op.tokens, op.shape.dim);
+        let op = &self.attention;
+        let memory = &cpu.memory;
+        let threads = &cpu.compute.threads;
+        let shape = op.shape;
+        let tokens = op.tokens;
+        let dim = op.shape.dim;
         let q = memory.floats(op.q.floats(tokens * shape.heads * dim));
         let proj = memory.floats(op.proj.floats(tokens * shape.width()));
         let y = memory.floats_mut(op.y.floats(tokens * shape.heads * dim));
@@ -53,7 +58,8 @@ impl BlockAttention<'_> {
         // With few rows, each query head is a task. Otherwise the query heads that share a key head are one task.
         let heads = if tokens * shape.kv_heads < 4 * threads.count() { 1 } else { group };
         threads.run_pieces(y, heads * dim, &|task, y| {
-            let (token, head) = (task * heads / shape.heads, task * heads % shape.heads);
+            let token = task * heads / shape.heads;
+            let head = task * heads % shape.heads;
             let position = op.start + token;
             let (closed, chosen) = self.closed(position);
             let ratio = self.indexer.ratio;
@@ -105,7 +111,8 @@ fn load<V: Vector, T: KvElement>(values: &[T], at: usize) -> V {
 wide! {
     /// `scores[query, at] = q . key` for each query.
     fn score_row[T: KvElement](key: &[T], queries: &[f32], dim: usize, scores: &mut [f32], at: usize, count: usize) {
-        let (values, scale) = (T::values(key), T::scale(key));
+        let values = T::values(key);
+        let scale = T::scale(key);
         for (index, q) in queries.chunks_exact(dim).enumerate() {
             let mut lanes = V::splat(0.0);
             for first in (0..dim).step_by(16) {
@@ -119,7 +126,8 @@ wide! {
 wide! {
     /// `sums[query] += scores[query, at] * value` for each query.
     fn add_row[T: KvElement](value: &[T], scores: &[f32], at: usize, count: usize, sums: &mut [f32], padded: usize) {
-        let (values, scale) = (T::values(value), T::scale(value));
+        let values = T::values(value);
+        let scale = T::scale(value);
         for (index, sums) in sums.chunks_exact_mut(padded).enumerate() {
             let weight = V::splat(scores[index * count + at] * scale);
             for (first, sums) in sums.as_chunks_mut::<16>().0.iter_mut().enumerate() {

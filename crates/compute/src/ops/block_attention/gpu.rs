@@ -28,7 +28,8 @@ impl IndexerShape {
 impl BlockAttention<'_> {
     /// Splits the operation into parts: each has as many rows as fit into the buffer of partial results, at most `max`.
     pub(in crate::ops) fn parts(&self, max: usize) -> impl Iterator<Item = Self> {
-        let (start, tokens) = (self.attention.start, self.attention.tokens);
+        let start = self.attention.start;
+        let tokens = self.attention.tokens;
         let row = self.indexer.row_scratch(self.closed((start + tokens).saturating_sub(1)).0) * 4;
         let at_once = (self.attention.partials.len / row).clamp(1, max);
         (0..tokens).step_by(at_once).map(move |first| self.part(first, at_once.min(tokens - first)))
@@ -54,7 +55,8 @@ impl BlockAttention<'_> {
 
     /// Queries `[tokens, heads * dim]`, selections `[tokens, blocks]` and scores `[tokens, stride]`.
     pub(in crate::ops) fn scratch(&self) -> [Region; 3] {
-        let (shape, tokens) = (self.indexer, self.attention.tokens);
+        let shape = self.indexer;
+        let tokens = self.attention.tokens;
         let [queries, selected, scores] =
             [shape.heads * shape.dim, shape.blocks, self.stride()].map(|row| tokens * row);
         let of = |first: usize, count: usize| self.attention.partials.rows(first, count, 1);
@@ -62,8 +64,10 @@ impl BlockAttention<'_> {
     }
 
     fn args(&self) -> Vec<u32> {
-        let (indexer, shape) = (self.indexer, self.attention.shape);
-        let (start, tokens) = (self.attention.start, self.attention.tokens);
+        let indexer = self.indexer;
+        let shape = self.attention.shape;
+        let start = self.attention.start;
+        let tokens = self.attention.tokens;
         assert!(shape.dim <= 256 && indexer.dim <= 256, "heads of {} and {}", shape.dim, indexer.dim);
         assert!(start + tokens <= shape.context, "position {} of {}", start + tokens, shape.context);
         let words = [start, indexer.heads, indexer.dim, indexer.rope_dim, indexer.ratio, indexer.blocks];
@@ -77,10 +81,15 @@ impl BlockAttention<'_> {
 
     /// The launches of a part: queries and keys, scores, selection, attention.
     pub(in crate::ops) fn part_launches(&self) -> [Launch; 4] {
-        let (indexer, attention, args) = (self.indexer, &self.attention, self.args());
-        let (shape, tokens) = (attention.shape, attention.tokens);
+        let indexer = self.indexer;
+        let attention = &self.attention;
+        let args = self.args();
+        let shape = attention.shape;
+        let tokens = attention.tokens;
         let [queries, selected, scores] = self.scratch();
-        let (table, rows, values) = (attention.cache.table, tokens as u32, tokens * shape.heads * shape.dim);
+        let table = attention.cache.table;
+        let rows = tokens as u32;
+        let values = tokens * shape.heads * shape.dim;
         let launch = |kernel, bindings, grid: [u32; 2], threads| {
             let grid = [grid[0], grid[1], 1];
             Launch { kernel, args: args.clone(), bindings, grid, threads, skip: SkipUse::None }

@@ -112,7 +112,8 @@ impl BlockAttention<'_> {
 
     /// Checks that the ring holds the rows of this call and a block before them.
     fn check_ring(&self) -> Result<(), DeviceError> {
-        let (positions, tokens) = (self.ring_len(), self.attention.tokens);
+        let positions = self.ring_len();
+        let tokens = self.attention.tokens;
         if positions < tokens + self.indexer.ratio {
             let why = format!("a ring of {positions} positions is too short for {tokens} tokens of an indexer");
             return Err(DeviceError(why));

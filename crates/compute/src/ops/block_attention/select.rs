@@ -34,16 +34,20 @@ impl BlockAttention<'_> {
     /// Writes the rows to the ring. For each block that the rows complete, computes the block's key and writes the key
     /// to the block's page.
     pub(super) fn close_blocks(&self, memory: &CpuMemory) -> Result<(), DeviceError> {
-        let (shape, start, tokens) = (self.indexer, self.attention.start, self.attention.tokens);
-        let (dim, width, wide) = (shape.dim, shape.width(), shape.recent_width());
+        let shape = self.indexer;
+        let start = self.attention.start;
+        let tokens = self.attention.tokens;
+        let dim = shape.dim;
+        let width = shape.width();
+        let wide = shape.recent_width();
         let capacity = self.ring_len();
         self.check_ring()?;
         let index = memory.floats(self.index.floats(tokens * width));
         let rotation = memory.floats(self.norm_rope.rope_table.floats(tokens * shape.rope_dim));
         let recent = memory.floats_mut(self.cache.recent);
         for token in 0..tokens {
-            let (raw, rotation) =
-                (&index[token * width + shape.heads * dim..][..dim], &rotation[token * shape.rope_dim..]);
+            let raw = &index[token * width + shape.heads * dim..][..dim];
+            let rotation = &rotation[token * shape.rope_dim..];
             let (to, to_rotation) = recent[(start + token) % capacity * wide..][..wide].split_at_mut(dim);
             to.copy_from_slice(raw);
             to_rotation.copy_from_slice(&rotation[..shape.rope_dim]);
@@ -70,9 +74,13 @@ impl BlockAttention<'_> {
 
     /// Selects the closed blocks that each query attends to.
     pub(super) fn select(&self, cpu: &Cpu, scratch: &mut SelectionScratch) {
-        let (shape, start, tokens) = (self.indexer, self.attention.start, self.attention.tokens);
-        let (memory, threads) = (&cpu.memory, &cpu.compute.threads);
-        let (width, heads) = (shape.width(), shape.heads * shape.dim);
+        let shape = self.indexer;
+        let start = self.attention.start;
+        let tokens = self.attention.tokens;
+        let memory = &cpu.memory;
+        let threads = &cpu.compute.threads;
+        let width = shape.width();
+        let heads = shape.heads * shape.dim;
         let index = memory.floats(self.index.floats(tokens * width));
         let rotation = memory.floats(self.norm_rope.rope_table.floats(tokens * shape.rope_dim));
         let norm = memory.floats(self.norm_rope.q_norm.floats(shape.dim));
@@ -92,11 +100,14 @@ impl BlockAttention<'_> {
         let row = max.next_multiple_of(TASK_BLOCKS);
         let together = (MAX_SCORES / row.max(1)).clamp(1, tokens);
         for (group, selected) in selected.chunks_mut(together * shape.blocks).enumerate() {
-            let (first, count) = (group * together, selected.len() / shape.blocks);
-            let (queries, scale) = (&queries[first * heads..], 1.0 / (shape.dim as f32).sqrt());
+            let first = group * together;
+            let count = selected.len() / shape.blocks;
+            let queries = &queries[first * heads..];
+            let scale = 1.0 / (shape.dim as f32).sqrt();
             scores.resize(count * row, 0.0);
             threads.run_pieces(scores, TASK_BLOCKS, &|task, scores| {
-                let (token, block) = (task * TASK_BLOCKS / row, task * TASK_BLOCKS % row);
+                let token = task * TASK_BLOCKS / row;
+                let block = task * TASK_BLOCKS % row;
                 let (closed, chosen) = self.closed(start + first + token);
                 // A query that attends to all closed blocks needs no scores.
                 let end = if closed == chosen { block } else { closed.clamp(block, block + scores.len()) };

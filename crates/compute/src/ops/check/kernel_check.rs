@@ -140,11 +140,13 @@ impl<D: Driver> KernelCheck<'_, D> {
             return Ok(());
         }
         for region in floats {
-            let (found, expected) = (self.on_gpu(*region)?, self.on_cpu(*region)?);
+            let found = self.on_gpu(*region)?;
+            let expected = self.on_cpu(*region)?;
             self.record(&kernels, difference(&found, &expected), allowed);
         }
         for region in words {
-            let (found, expected) = (self.on_gpu(*region)?, self.on_cpu(*region)?);
+            let found = self.on_gpu(*region)?;
+            let expected = self.on_cpu(*region)?;
             let same = found.iter().zip(&expected).all(|(a, b)| a.to_bits() == b.to_bits());
             self.record(&kernels, if same { 0.0 } else { f64::INFINITY }, CLOSE);
         }
@@ -181,7 +183,8 @@ impl<D: Driver> KernelCheck<'_, D> {
             if let Ok((worst, limit)) = outcome {
                 // NaN is worse than any number.
                 if difference.is_nan() || difference / allowed > *worst / *limit {
-                    (*worst, *limit) = (difference, allowed);
+                    *worst = difference;
+                    *limit = allowed;
                 }
             }
         }

@@ -18,15 +18,20 @@ const FEW_TOKENS: usize = 8;
 
 impl Conv<'_> {
     pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
-        let (tokens, taps, shape, replay) = (self.tokens, self.shape.conv_width, self.shape, self.replay.rows);
-        let (channels, width) = (shape.channels(), shape.width());
+        let tokens = self.tokens;
+        let taps = self.shape.conv_width;
+        let shape = self.shape;
+        let replay = self.replay.rows;
+        let channels = shape.channels();
+        let width = shape.width();
         if taps < 1 || self.weight.len != taps * channels * 4 {
             return refuse(format!(
                 "convolution weights of {} bytes do not fit {taps} x {channels} channels",
                 self.weight.len
             ));
         }
-        let (memory, threads) = (&cpu.memory, &cpu.compute.threads);
+        let memory = &cpu.memory;
+        let threads = &cpu.compute.threads;
         let x = memory.floats(self.proj.floats(tokens * width));
         let old = memory.floats(self.replay.proj.floats(replay * width));
         let weight = memory.floats(self.weight);
@@ -57,9 +62,10 @@ impl Conv<'_> {
         let stay = kept.saturating_sub(self.committed);
         let keep = |own: Range<usize>| {
             for row in 0..if stay == kept { 0 } else { kept } {
-                let from = match row < stay {
-                    true => kept_row(row + kept - stay, own.start).cast_const(),
-                    false => raw(self.committed - (kept - row))[own.clone()].as_ptr(),
+                let from = if row < stay {
+                    kept_row(row + kept - stay, own.start).cast_const()
+                } else {
+                    raw(self.committed - (kept - row))[own.clone()].as_ptr()
                 };
                 // SAFETY: the two rows do not overlap, and these channels belong to this task.
                 unsafe { from.copy_to_nonoverlapping(kept_row(row, own.start), own.len()) };
@@ -69,10 +75,10 @@ impl Conv<'_> {
             y.fill(0.0);
             for tap in 0..taps {
                 let at = replay + token + tap;
-                let row = match at < kept {
-                    // SAFETY: no other task writes these channels.
-                    true => unsafe { std::slice::from_raw_parts(kept_row(at, first).cast_const(), y.len()) },
-                    false => &raw(at - kept)[first..],
+                let row = if at < kept {
+                    unsafe { std::slice::from_raw_parts(kept_row(at, first).cast_const(), y.len()) }
+                } else {
+                    &raw(at - kept)[first..]
                 };
                 add(y, &weight[tap * channels + first..], row);
             }
@@ -84,7 +90,8 @@ impl Conv<'_> {
             && TASK_CHANNELS.is_multiple_of(shape.key_dim);
         let piece = if cut { TASK_CHANNELS } else { channels };
         threads.run_pieces(y, piece, &|task, y| {
-            let (token, first) = (task * piece / channels, task * piece % channels);
+            let token = task * piece / channels;
+            let first = task * piece % channels;
             convolve(token, first, y);
             units(first, y);
             if tokens == 1 {

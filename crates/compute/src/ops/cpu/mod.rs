@@ -94,7 +94,8 @@ impl Cpu {
     /// Returns an error if a region that the operation writes overlaps another region, or if a region does not exist.
     fn check(&self, op: &Op<'_>) -> Result<(), DeviceError> {
         let mut seen = [(Region::default(), BufferAccess::Read); 24];
-        let (mut count, mut wrong) = (0, Ok(()));
+        let mut count = 0;
+        let mut wrong = Ok(());
         op.touches(&mut |region, effect| {
             if region.len == 0 || wrong.is_err() {
                 return;
@@ -107,7 +108,8 @@ impl Cpu {
                 }
             }
             if let Some(entry) = seen.get_mut(count) {
-                (*entry, count) = ((region, effect), count + 1);
+                *entry = (region, effect);
+                count = count + 1;
             }
         });
         wrong
@@ -194,7 +196,8 @@ impl Backend for Cpu {
         if range.end > slab.len() || range.start > range.end {
             return refuse(format!("cannot adopt bytes {range:?} of a slab of {} bytes", slab.len()));
         }
-        let (buffer, len) = (self.memory.buffers.len() as u32, range.len());
+        let buffer = self.memory.buffers.len() as u32;
+        let len = range.len();
         self.memory.buffers.push(Some((slab.clone(), range)));
         Ok(Region { buffer, offset: 0, len })
     }

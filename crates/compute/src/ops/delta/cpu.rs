@@ -27,16 +27,20 @@ impl DeltaNetRows<'_> {
     /// `mixed`.
     pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
         let DeltaNet { in_proj, conv, rule, out_proj } = self.net;
-        let (shape, channels, values) = (rule.shape, rule.shape.channels(), rule.shape.values());
+        let shape = rule.shape;
+        let channels = rule.shape.channels();
+        let values = rule.shape.values();
         cpu.execute(&in_proj.into())?;
         for row in 0..rule.tokens {
             let [number, _] = cpu.memory.sequence(&self.rows, row);
             let of = |region: Region, width: usize| region.rows(row, 1, width);
-            let (proj, mixed) = (of(rule.proj, shape.width()), of(rule.mixed, channels));
+            let proj = of(rule.proj, shape.width());
+            let mixed = of(rule.mixed, channels);
             let state = conv.state.rows(number, 1, (shape.conv_width - 1) * channels);
             cpu.execute(&Conv { tokens: 1, proj, committed: 1, state, out: mixed, ..conv }.into())?;
             let state = rule.state.rows(number, 1, values * shape.key_dim);
-            let (out, y) = (of(rule.out, values), of(rule.y, values));
+            let out = of(rule.out, values);
+            let y = of(rule.y, values);
             cpu.execute(&DeltaRule { tokens: 1, proj, mixed, committed: 1, state, out, y, ..rule }.into())?;
         }
         cpu.execute(&out_proj.into())
@@ -45,18 +49,27 @@ impl DeltaNetRows<'_> {
 
 impl DeltaRule<'_> {
     pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
-        let (tokens, shape) = (self.tokens, self.shape);
-        let (key_heads, value_heads, key_dim, value_dim) =
-            (shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim);
-        let (channels, values, width, keys) = (shape.channels(), shape.values(), shape.width(), key_heads * key_dim);
+        let tokens = self.tokens;
+        let shape = self.shape;
+        let key_heads = shape.key_heads;
+        let value_heads = shape.value_heads;
+        let key_dim = shape.key_dim;
+        let value_dim = shape.value_dim;
+        let channels = shape.channels();
+        let values = shape.values();
+        let width = shape.width();
+        let keys = key_heads * key_dim;
         let Cpu { compute, memory, scratch, .. } = cpu;
         let proj = memory.floats(self.proj.floats(tokens * width));
         let mixed = memory.floats(self.mixed.floats(tokens * channels));
-        let (replay, committed) = (self.replay, self.committed);
+        let replay = self.replay;
+        let committed = self.committed;
         let old = memory.floats(replay.mixed.floats(replay.rows * channels));
         let old_proj = memory.floats(replay.proj.floats(replay.rows * width));
-        let (rate, bias) = (self.decay.rate.floats(value_heads), self.decay.dt_bias.floats(value_heads));
-        let (rate, bias) = (memory.floats(rate), memory.floats(bias));
+        let rate = self.decay.rate.floats(value_heads);
+        let bias = self.decay.dt_bias.floats(value_heads);
+        let rate = memory.floats(rate);
+        let bias = memory.floats(bias);
         let state = memory.floats_mut(self.state.floats(values * key_dim));
         let out = memory.floats_mut(self.out.floats(tokens * values));
 
@@ -73,7 +86,8 @@ impl DeltaRule<'_> {
             let (q, k) = mixed[token * channels..][..2 * keys].split_at(keys);
             dot(&q[head * key_dim..][..key_dim], &k[head * key_dim..][..key_dim])
         };
-        let (qk, gates) = (&mut scratch.qk, &mut scratch.gates);
+        let qk = &mut scratch.qk;
+        let gates = &mut scratch.gates;
         qk.resize(key_heads * tokens, 0.0);
         gates.resize(value_heads * all, [0.0; 2]);
         if !is_single {
@@ -86,7 +100,8 @@ impl DeltaRule<'_> {
                 qk.iter_mut().enumerate().for_each(|(token, qk)| *qk = query_key(token, head));
             });
         }
-        let (qk, gates) = (&*qk, &*gates);
+        let qk = &*qk;
+        let gates = &*gates;
         let norm = memory.floats(self.norm.floats(value_dim));
         let y = memory.floats_mut(self.y.floats(tokens * values));
         let base_y = OutPtr(y.as_mut_ptr());
@@ -104,10 +119,12 @@ impl DeltaRule<'_> {
         // Rows of S are independent: a task computes some rows of one head for all tokens.
         let rows = if all == 1 { value_dim } else { value_dim.min(ROWS) };
         let tasks = value_dim.div_ceil(rows);
-        let (state, base) = (OutPtr(state.as_mut_ptr()), OutPtr(out.as_mut_ptr()));
+        let state = OutPtr(state.as_mut_ptr());
+        let base = OutPtr(out.as_mut_ptr());
         compute.threads.run(value_heads * tasks, &|task| {
             let (OutPtr(state), OutPtr(out)) = (state, base);
-            let (head, first) = (task / tasks, task % tasks * rows);
+            let head = task / tasks;
+            let first = task % tasks * rows;
             let rows = rows.min(value_dim - first);
             // SAFETY: these rows of this head belong to this task. The state has `value_heads * value_dim` rows.
             let state = unsafe {
@@ -116,7 +133,8 @@ impl DeltaRule<'_> {
             let key_head = head / (value_heads / key_heads);
             let (own_qk, own_gates);
             let (qk, gates) = if is_single {
-                (own_qk, own_gates) = ([query_key(0, key_head)], [gate(0, head)]);
+                own_qk = [query_key(0, key_head)];
+                own_gates = [gate(0, head)];
                 (&own_qk[..], &own_gates[..])
             } else {
                 (&qk[key_head * tokens..][..tokens], &gates[head * all..][..all])
@@ -153,7 +171,8 @@ fn update_rows<'a>(
     committed: usize,
     out: impl Fn(usize) -> &'a mut [f32],
 ) {
-    let (rows, replay) = (state.len() / inputs.shape.key_dim, inputs.replay);
+    let rows = state.len() / inputs.shape.key_dim;
+    let replay = inputs.replay;
     // Tokens that may be rejected are not split into blocks.
     let block = if committed < tokens { tokens } else { tokens.min(TOKENS) };
     let mut results = [0.0; ROWS * TOKENS];
@@ -219,8 +238,9 @@ impl<'a> HeadInputs<'a> {
     #[inline(always)]
     fn token(&self, at: usize) -> HeadToken<'a> {
         let DeltaShape { key_heads, value_heads, key_dim, value_dim, .. } = *self.shape;
-        let (channels, keys, key_head) =
-            (self.shape.channels(), key_heads * key_dim, self.head / (value_heads / key_heads));
+        let channels = self.shape.channels();
+        let keys = key_heads * key_dim;
+        let key_head = self.head / (value_heads / key_heads);
         let (rows, row) = if at < self.replay { (self.old, at) } else { (self.mixed, at - self.replay) };
         let row = &rows[row * channels..][..channels];
         let query = |token: usize| ReadQuery { q: &row[key_head * key_dim..][..key_dim], qk: self.qk[token] };
@@ -249,7 +269,8 @@ wide! {
         }
         let rows = state.len() / KEY_VECTORS;
         for (part, state) in state.chunks_mut(MAX_ROWS * KEY_VECTORS).enumerate() {
-            let (row, at) = (part * MAX_ROWS, at.clone());
+            let row = part * MAX_ROWS;
+            let at = at.clone();
             match state.len() / KEY_VECTORS {
                 MAX_ROWS => step_rows::<V, MAX_ROWS>(state, inputs, at, committed, out, row, rows),
                 2 => step_rows::<V, 2>(state, inputs, at, committed, out, row, rows),
@@ -293,7 +314,8 @@ fn step_rows<V: Vector, const R: usize>(
             let q = &q.as_chunks::<16>().0[..KEY_VECTORS];
             let mut seen = [V::splat(0.0); R];
             for c in 0..KEY_VECTORS {
-                let (k, q) = (V::load(&k[c]), V::load(&q[c]));
+                let k = V::load(&k[c]);
+                let q = V::load(&q[c]);
                 for r in 0..R {
                     known[r] = s[r][c].fma(k, known[r]);
                     seen[r] = s[r][c].fma(q, seen[r]);
@@ -314,7 +336,9 @@ fn step_rows<V: Vector, const R: usize>(
                 d[r] = beta * (v[row + r] - g * known[r].sum());
             }
         }
-        let (g, d, none) = (V::splat(g), d.map(V::splat), V::splat(-0.0));
+        let g = V::splat(g);
+        let d = d.map(V::splat);
+        let none = V::splat(-0.0);
         for c in 0..KEY_VECTORS {
             let k = V::load(&k[c]);
             for r in 0..R {

@@ -66,7 +66,8 @@ impl DeltaRule<'_> {
         let part = |first: usize| {
             let tokens = MAX_ROWS.min(tokens - first);
             let rows = |region: Region, width: usize| region.rows(first, tokens, width);
-            let (proj, mixed) = (rows(proj, shape.width()), rows(mixed, shape.channels()));
+            let proj = rows(proj, shape.width());
+            let mixed = rows(mixed, shape.channels());
             let part = Self { tokens, committed: tokens, proj, mixed, out: rows(out, shape.values()), ..*self };
             part.recurrence(false, None, None)
         };
@@ -80,7 +81,8 @@ impl DeltaRule<'_> {
         let Self { shape, tokens, proj, mixed, decay, replay, committed, state, norm, .. } = *self;
         let out = if squares.is_some() { self.y } else { self.out };
         let (proj, past_proj) = shape.rows(tokens, proj, replay);
-        let (few, channels) = (tokens.max(1), shape.channels());
+        let few = tokens.max(1);
+        let channels = shape.channels();
         let mixed = mixed.floats(few * channels);
         let past_mixed = if replay.rows > 0 { replay.mixed.floats(replay.rows * channels) } else { mixed };
         assert!(shape.key_dim <= 256, "key heads of {}", shape.key_dim);

@@ -45,7 +45,8 @@ pub struct DeltaRule<'a> {
 
 impl DeltaRule<'_> {
     pub(super) fn touches(&self, see: &mut dyn FnMut(Region, BufferAccess)) {
-        let (tokens, shape) = (self.tokens, self.shape);
+        let tokens = self.tokens;
+        let shape = self.shape;
         self.replay.touches(shape, see);
         see(self.proj.floats(tokens * shape.width()), BufferAccess::Read);
         self.results([BufferAccess::Read, BufferAccess::ReadWrite], see);

@@ -17,7 +17,8 @@ thread_local! {
 
 impl Embedding<'_> {
     pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
-        let (view, cols) = (cpu.memory.view(self.table), self.table.cols);
+        let view = cpu.memory.view(self.table);
+        let cols = self.table.cols;
         let ids = cpu.memory.words(self.ids.floats(self.tokens));
         let into = cpu.memory.floats_mut(self.into.floats(self.tokens * cols));
         if let Some(id) = ids.iter().find(|id| **id as usize >= view.rows) {

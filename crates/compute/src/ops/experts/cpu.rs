@@ -16,12 +16,14 @@ use crate::{
 
 impl Experts<'_> {
     pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
-        let (layer, tokens, hidden) = (self.layer, self.tokens, self.layer.hidden());
+        let layer = self.layer;
+        let tokens = self.tokens;
+        let hidden = self.layer.hidden();
         let Cpu { compute: with, memory, quantized, scratch } = cpu;
         let scratch = &mut scratch.experts;
         let mut jobs: Vec<ExpertJob<'_>> = reuse_empty(std::mem::take(&mut scratch.jobs));
-        let (mut table_groups, mut table_order) =
-            (std::mem::take(&mut scratch.groups), std::mem::take(&mut scratch.order));
+        let mut table_groups = std::mem::take(&mut scratch.groups);
+        let mut table_order = std::mem::take(&mut scratch.order);
         let (groups, assignments, shared) = match self.experts {
             ExpertSet::Loaded { groups, assignments, shared, .. } => (groups, assignments, shared),
             ExpertSet::Table { ids, slots } => {
@@ -45,7 +47,8 @@ impl Experts<'_> {
             jobs.push(ExpertJob { expert: ExpertView { gate, up, down: memory.view(&expert.down) }, rows });
         }
         for group in groups {
-            let (first, count) = (group.first as usize, group.count as usize);
+            let first = group.first as usize;
+            let count = group.count as usize;
             let (Some(own), Some(expert)) = (assignments.get(first..first + count), self.expert(memory, *group)) else {
                 return refuse(format!(
                     "{group:?} is out of range: {} assignments, {} segments",
@@ -57,7 +60,9 @@ impl Experts<'_> {
         }
         let at = self.x.floats(tokens * hidden);
         let out = memory.floats_mut(self.buffers.out.floats(layer.assignments(tokens) * hidden));
-        let (x, mut rest, mut done) = (memory.floats(at), &jobs[..], Ok(()));
+        let x = memory.floats(at);
+        let mut rest = &jobs[..];
+        let mut done = Ok(());
         while !rest.is_empty() && done.is_ok() {
             let mut rows = 0;
             let fits = |job: &&ExpertJob<'_>| {
@@ -69,7 +74,8 @@ impl Experts<'_> {
             rest = later;
         }
         scratch.jobs = reuse_empty(jobs);
-        (scratch.groups, scratch.order) = (table_groups, table_order);
+        scratch.groups = table_groups;
+        scratch.order = table_order;
         done
     }
 
@@ -77,8 +83,8 @@ impl Experts<'_> {
     fn expert<'a>(&self, memory: &'a CpuMemory, group: ExpertGroup) -> Option<ExpertView<'a>> {
         let view = |index: usize| {
             let stack = &self.layer.stacks[index];
-            let (at, global_scale) =
-                (stack.at.get(group.expert as usize)?, *stack.global_scales.get(group.expert as usize)?);
+            let at = stack.at.get(group.expert as usize)?;
+            let global_scale = *stack.global_scales.get(group.expert as usize)?;
             let bytes = stack.codes.part_bytes(stack.rows, stack.cols);
             let mut parts = [&[][..]; 3];
             for ((part, at), len) in parts.iter_mut().zip(at).zip(bytes) {
@@ -93,7 +99,10 @@ impl Experts<'_> {
 
 impl CombineExperts<'_> {
     pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
-        let (layer, tokens, hidden, memory) = (self.layer, self.tokens, self.layer.hidden(), &cpu.memory);
+        let layer = self.layer;
+        let tokens = self.tokens;
+        let hidden = self.layer.hidden();
+        let memory = &cpu.memory;
         let k = layer.k;
         let out = memory.floats(self.buffers.out.floats(layer.assignments(tokens) * hidden));
         let weights = memory.floats(self.buffers.weights.floats(tokens * (k + 1)));

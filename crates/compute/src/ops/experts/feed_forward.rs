@@ -149,7 +149,8 @@ pub(in crate::ops) fn compute(
         }
     }
     // Two tasks that write the same assignment would race, so each assignment may be claimed only once.
-    let (tokens, assignments) = (x.len() / hidden, out.len() / hidden);
+    let tokens = x.len() / hidden;
+    let assignments = out.len() / hidden;
     scratch.claimed.clear();
     scratch.claimed.resize(assignments, false);
     for (token, assignment) in jobs.iter().flat_map(|job| job.rows.iter()) {
@@ -208,7 +209,8 @@ fn gate_and_up(
     jobs: &[ExpertJob<'_>],
     scratch: &mut ExpertScratch,
 ) {
-    let (math, isa) = (device.arithmetic, Isa::best());
+    let math = device.arithmetic;
+    let isa = Isa::best();
     let ExpertScratch { intermediate, assignments, first, first_done, .. } = scratch;
     let slice = |job: &ExpertJob<'_>| job.expert.down.codes.group().clamp(64, SLICE);
     number(jobs, first, |job| job.rows.len().div_ceil(BLOCK) * job.expert.gate.rows.div_ceil(slice(job)));
@@ -219,11 +221,13 @@ fn gate_and_up(
     first_done.clear();
     first_done.resize_with(total(first), AtomicBool::default);
     device.threads.run(parts * total(first), &|task| {
-        let (slice_of_all, part) = (task / parts, task % parts);
+        let slice_of_all = task / parts;
+        let part = task % parts;
         let (index, task) = locate(first, slice_of_all);
         let job = &jobs[index];
         let slices = job.expert.gate.rows.div_ceil(slice(job));
-        let (block, at) = (task / slices, task % slices * slice(job));
+        let block = task / slices;
+        let at = task % slices * slice(job);
         let whole = at..(at + slice(job)).min(job.expert.gate.rows);
         let border = |part: usize| whole.start + whole.len() * part / parts;
         let block = block * BLOCK..((block + 1) * BLOCK).min(job.rows.len());
@@ -250,14 +254,16 @@ fn gate_and_up(
             // SAFETY: sizes were checked. Each task writes its own rows and columns of the intermediate values. The
             // last task of a slice writes all quantized values of the slice.
             unsafe { swiglu(isa, math, [gate, up], border(part)..border(part + 1), inputs, &to, products, last) };
-            (*own, *others) = (reuse_empty(gates), reuse_empty(ups));
+            *own = reuse_empty(gates);
+            *others = reuse_empty(ups);
         });
     });
 }
 
 /// The second phase: the down projection.
 fn down(device: &CpuDevice, hidden: usize, jobs: &[ExpertJob<'_>], out: &mut [f32], scratch: &mut ExpertScratch) {
-    let (math, isa) = (device.arithmetic, Isa::best());
+    let math = device.arithmetic;
+    let isa = Isa::best();
     let ExpertScratch { intermediate, assignments, first, .. } = scratch;
     let base = OutPtr(out.as_mut_ptr());
     let intermediate = &*intermediate;
@@ -278,7 +284,8 @@ fn down(device: &CpuDevice, hidden: usize, jobs: &[ExpertJob<'_>], out: &mut [f3
         let (index, task) = locate(first, task);
         let job = &jobs[index];
         let slices = hidden.div_ceil(height(job, bytes));
-        let (block, at) = (task / slices, task % slices * height(job, bytes));
+        let block = task / slices;
+        let at = task % slices * height(job, bytes);
         let block = block * BLOCK..((block + 1) * BLOCK).min(job.rows.len());
         let rows = at..(at + height(job, bytes)).min(hidden);
         let (entry, start) = assignments[index];
@@ -314,7 +321,8 @@ fn arrange(
     }
     assignments.clear();
     for job in jobs {
-        let (cols, codes) = (job.expert.gate.rows, job.expert.down.codes);
+        let cols = job.expert.gate.rows;
+        let codes = job.expert.down.codes;
         let fits = |entry: &Intermediate| {
             entry.cols == cols && entry.codes.is_some_and(|other| format(math, other) == format(math, codes))
         };
@@ -339,11 +347,10 @@ impl Intermediate {
     }
 
     fn input(&self, integer: bool, row: usize) -> Activations<'_> {
-        match integer {
-            true => Activations { x: &[], digits: self.quantized.row(row) },
-            false => {
-                Activations { x: &self.values[row * self.cols..(row + 1) * self.cols], digits: QuantizedRow::default() }
-            }
+        if integer {
+            Activations { x: &[], digits: self.quantized.row(row) }
+        } else {
+            Activations { x: &self.values[row * self.cols..(row + 1) * self.cols], digits: QuantizedRow::default() }
         }
     }
 }
@@ -373,7 +380,8 @@ unsafe fn swiglu(
     products: &mut Vec<f32>,
     last: impl FnOnce() -> bool,
 ) {
-    let (count, width) = (inputs[0].len(), rows.len());
+    let count = inputs[0].len();
+    let width = rows.len();
     let SliceTarget { to, first, whole } = target;
     if rows.is_empty() {
         return;

@@ -84,7 +84,8 @@ impl Experts<'_> {
     /// `shared` is true, the launch also computes the shared expert's activation. Several calls may fill `act`, so the
     /// launch binds `act` for reading and writing.
     pub fn up(&self, slots: Region, shared: bool) -> Launch {
-        let (layer, tokens) = (self.layer, self.tokens);
+        let layer = self.layer;
+        let tokens = self.tokens;
         let extra = usize::from(shared && layer.shared.is_some());
         let mut bindings = vec![
             Binding::read(self.x.floats(tokens * layer.hidden())),
@@ -101,7 +102,8 @@ impl Experts<'_> {
     /// Computes assignments grouped by expert: first `act` as in [`Experts::up`], then `out[assignment] = down act`.
     /// Leaves out the shared expert and the router's weights.
     pub fn by_expert(&self, jobs: Jobs) -> [Launch; 2] {
-        let (layer, tokens) = (self.layer, self.tokens);
+        let layer = self.layer;
+        let tokens = self.tokens;
         let act = layer.act(&self.buffers, tokens);
         let words = [Binding::read(jobs.jobs.floats(jobs.count * 3)), Binding::read(jobs.order)];
         let mut up = vec![Binding::read(self.x.floats(tokens * layer.hidden())), words[0], words[1]];
@@ -125,9 +127,13 @@ impl Experts<'_> {
 
     /// [`Experts::by_expert`] in half precision on matrix units.
     pub fn half_launches(&self, jobs: Jobs, buffers: HalfBuffers) -> [Launch; 4] {
-        let (layer, tokens) = (self.layer, self.tokens);
-        let (hidden, inner, row) = (layer.hidden(), layer.inner(), layer.row());
-        let (assignments, count) = (tokens * layer.k, jobs.order.len / 4);
+        let layer = self.layer;
+        let tokens = self.tokens;
+        let hidden = layer.hidden();
+        let inner = layer.inner();
+        let row = layer.row();
+        let assignments = tokens * layer.k;
+        let count = jobs.order.len / 4;
         let x = HalfRows::new(buffers.x, tokens, hidden);
         let halves = HalfRows::new(buffers.act, assignments, inner);
         let act = layer.act(&self.buffers, tokens);
@@ -153,7 +159,9 @@ impl CombineExperts<'_> {
     /// `h[token] += sum over ranks of weight * down act`, the shared expert last, for assignments that are
     /// computed one by one.
     pub fn down(&self, slots: Region) -> Launch {
-        let (layer, tokens, buffers) = (self.layer, self.tokens, &self.buffers);
+        let layer = self.layer;
+        let tokens = self.tokens;
+        let buffers = &self.buffers;
         let mut bindings = vec![
             Binding::read(layer.act(buffers, tokens)),
             Binding::read(buffers.weights.floats(tokens * (layer.k + 1))),
@@ -171,8 +179,11 @@ impl CombineExperts<'_> {
     /// For assignments grouped by expert: computes the shared expert (on matrix units if `half` is given), then adds up
     /// the results of all ranks.
     pub fn sum(&self, half: Option<HalfBuffers>) -> Vec<Launch> {
-        let (layer, tokens, buffers) = (self.layer, self.tokens, &self.buffers);
-        let (hidden, inner) = (layer.hidden(), layer.shared_inner());
+        let layer = self.layer;
+        let tokens = self.tokens;
+        let buffers = &self.buffers;
+        let hidden = layer.hidden();
+        let inner = layer.shared_inner();
         let routed = tokens * layer.k;
         let out = buffers.out.floats(routed * hidden);
         let mut launches = Vec::with_capacity(3);

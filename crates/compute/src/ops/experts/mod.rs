@@ -69,14 +69,17 @@ pub struct ExpertSlots {
 impl ExpertSlots {
     /// The region of a slot.
     pub fn region(&self, slot: u32) -> Region {
-        let (segment, index) = (slot as usize / self.per_segment, slot as usize % self.per_segment);
+        let segment = slot as usize / self.per_segment;
+        let index = slot as usize % self.per_segment;
         self.segments[segment].part(index * self.stride, self.stride)
     }
 
     /// `len` bytes at offset `at` of a slot. `None` if the slot does not contain these bytes.
     pub fn part(&self, slot: u32, at: usize, len: usize) -> Option<Region> {
-        let (segment, index) = (slot as usize / self.per_segment.max(1), slot as usize % self.per_segment.max(1));
-        let (segment, start) = (self.segments.get(segment)?, index * self.stride + at);
+        let segment = slot as usize / self.per_segment.max(1);
+        let index = slot as usize % self.per_segment.max(1);
+        let segment = self.segments.get(segment)?;
+        let start = index * self.stride + at;
         (start + len <= segment.len).then(|| segment.part(start, len))
     }
 }
@@ -191,7 +194,8 @@ impl MoeBuffers {
 
 impl Experts<'_> {
     pub(super) fn touches(&self, see: &mut dyn FnMut(Region, BufferAccess)) {
-        let (layer, tokens) = (self.layer, self.tokens);
+        let layer = self.layer;
+        let tokens = self.tokens;
         see(self.x.floats(tokens * layer.hidden()), BufferAccess::Read);
         self.buffers.touches(layer, tokens, see);
         match self.experts {
@@ -212,7 +216,8 @@ impl Experts<'_> {
 
 impl CombineExperts<'_> {
     pub(super) fn touches(&self, see: &mut dyn FnMut(Region, BufferAccess)) {
-        let (layer, tokens) = (self.layer, self.tokens);
+        let layer = self.layer;
+        let tokens = self.tokens;
         self.buffers.touches(layer, tokens, see);
         see(self.buffers.weights.floats(layer.assignments(tokens)), BufferAccess::Read);
         if let Some(slots) = self.per_assignment {

@@ -134,7 +134,8 @@ impl<D: Driver> GpuBackend<D> {
         let Some(segment) = self.segments.get(&number).filter(|segment| segment.device.is_none()) else {
             return Ok(());
         };
-        let (entry, region) = (segment.entry, self.gpu.adopt(&segment.slab, segment.range.clone())?);
+        let entry = segment.entry;
+        let region = self.gpu.adopt(&segment.slab, segment.range.clone())?;
         let address = self.gpu.driver.address(region.buffer);
         let entered = address.and_then(|address| self.write(entry, &address.to_le_bytes()));
         if entered.is_err() {
@@ -243,7 +244,8 @@ impl<D: Driver> GpuBackend<D> {
                     None => words.extend(groups.iter().flat_map(|group| [group.slot, group.first, group.count])),
                 }
                 let count = words.len() / 3;
-                let (jobs, order) = (op.buffers.jobs, op.buffers.order);
+                let jobs = op.buffers.jobs;
+                let order = op.buffers.order;
                 let written = self.write_words(jobs, &words).and_then(|()| self.write_words(order, assignments));
                 self.slots = words;
                 written?;
@@ -287,7 +289,8 @@ fn accept_format(codes: WeightFormat, cols: usize) -> Result<(), DeviceError> {
 }
 
 fn accept_moe(layer: &MoeWeights) -> Result<(), DeviceError> {
-    let (experts, k) = (layer.router.rows, layer.k);
+    let experts = layer.router.rows;
+    let k = layer.k;
     if experts > 1024 || k > 31 {
         return refuse(format!(
             "GPU kernels support at most 1024 experts per layer and 31 per token, not {experts} and {k}"
@@ -419,7 +422,8 @@ impl<D: Driver> Backend for GpuBackend<D> {
     /// submits the work anyway.
     fn begin_layers(&mut self, streams: bool) {
         self.layers = 0;
-        (self.next_submit, self.submit_step) = (if streams { usize::MAX } else { FIRST_SUBMIT }, FIRST_SUBMIT);
+        self.next_submit = if streams { usize::MAX } else { FIRST_SUBMIT };
+        self.submit_step = FIRST_SUBMIT;
     }
 
     fn end_layer(&mut self) -> Result<(), DeviceError> {
@@ -498,7 +502,9 @@ impl<D: Driver> Backend for GpuBackend<D> {
         let mut regions = Vec::with_capacity(segments.len());
         for (index, range) in segments.iter().enumerate() {
             let region = Region { buffer: self.buffers.len() as u32, offset: 0, len: range.len() };
-            let (slab, range, entry) = (slab.clone(), range.clone(), table.part(index * 8, 8));
+            let slab = slab.clone();
+            let range = range.clone();
+            let entry = table.part(index * 8, 8);
             self.buffers.push(Some(region));
             self.segments.insert(region.buffer, Segment { slab, range, entry, device: None });
             if self.gpu.driver.has_own_memory() {

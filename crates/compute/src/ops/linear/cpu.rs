@@ -14,7 +14,9 @@ use crate::{
 
 impl Linear<'_> {
     pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
-        let (tokens, cols, width) = (self.tokens, self.cols(), self.width());
+        let tokens = self.tokens;
+        let cols = self.cols();
+        let width = self.width();
         let Cpu { compute, memory, quantized, scratch } = cpu;
         let mut columns = [OutputColumns::default(); 4];
         let Some(columns) = columns.get_mut(..self.matrices.len()) else {

@@ -127,7 +127,9 @@ impl HalfRows {
     }
 
     fn launch(&self, x: Region, stride: usize, norm: Option<Norm>, list: Option<Region>, count: usize) -> Launch {
-        let (cols, rows, none) = (self.cols, self.scales.len / 4, Binding::read(x.first(0)));
+        let cols = self.cols;
+        let rows = self.scales.len / 4;
+        let none = Binding::read(x.first(0));
         let keep = norm.and_then(|norm| norm.keep);
         let words = [cols, stride, cols.next_multiple_of(DEPTH), norm.is_some().into(), keep.is_some().into()];
         let mut args = words.map(|w| w as u32).to_vec();
@@ -153,7 +155,8 @@ impl HalfRows {
     /// `y = x W^T` for one to four matrices, or `y += x W^T` if `add` is true. The results of the matrices are adjacent
     /// and start at column `at` of rows of `width` floats.
     pub fn product(&self, matrices: &[Weight], y: Region, at: usize, width: usize, add: bool) -> Launch {
-        let (tokens, cols) = (self.scales.len / 4, self.cols);
+        let tokens = self.scales.len / 4;
+        let cols = self.cols;
         let any = !matrices.iter().all(|m| fast(m.codes, m.global_scale, m.cols, &[4, 8]));
         let rows: usize = matrices.iter().map(|m| m.rows).sum();
         let y = y.floats(tokens * width).part(at * 4, (tokens * width - at) * 4);
@@ -176,7 +179,8 @@ impl Linear<'_> {
     /// [`Linear::launch`] in half precision on matrix units.
     pub fn half_launches(&self, buffers: Region) -> [Launch; 2] {
         let Self { x, tokens, norm, matrices, y, add } = *self;
-        let (cols, width) = (self.cols(), self.width());
+        let cols = self.cols();
+        let width = self.width();
         let rows = HalfRows::new(buffers, tokens, cols);
         [rows.fill(x, cols, norm), rows.product(matrices, y, 0, width, add)]
     }

@@ -135,7 +135,8 @@ pub(in crate::ops) fn product(
     let block = tokens.clamp(1, BLOCK);
     let count = tasks(weights, height);
     compute.threads.run(count * tokens.div_ceil(block), &|task| {
-        let (at, task) = (task / count * block, task % count);
+        let at = task / count * block;
+        let task = task % count;
         let (index, rows) = locate(weights, height, task);
         let batch = at..(at + block).min(tokens);
         let compute_batch = |inputs: &[Activations<'_>], outs: &[OutPtr]| {

@@ -12,7 +12,8 @@ use crate::{
 
 impl Mlp<'_> {
     pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
-        let (tokens, hidden) = (self.tokens, self.down.rows);
+        let tokens = self.tokens;
+        let hidden = self.down.rows;
         let Cpu { compute, memory, quantized, scratch } = cpu;
         let [gate, up] = self.gate_up.each_ref().map(|weight| memory.view(weight));
         let expert = ExpertView { gate, up, down: memory.view(self.down) };

@@ -17,9 +17,12 @@ use crate::{
 impl NgramInject<'_> {
     pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
         let Self { shape, weights, start, tokens, .. } = *self;
-        let (count, hidden, width) = (shape.streams, shape.hidden, shape.width());
+        let count = shape.streams;
+        let hidden = shape.hidden;
+        let width = shape.width();
         self.check_capacity()?;
-        let (memory, threads) = (&cpu.memory, &cpu.compute.threads);
+        let memory = &cpu.memory;
+        let threads = &cpu.compute.threads;
         let row = width + hidden;
         let proj = memory.floats(self.proj.floats(tokens * row));
         let vector = |region: crate::device::Region| memory.floats(region.floats(width));
@@ -29,9 +32,11 @@ impl NgramInject<'_> {
         let gates = memory.floats_mut(self.gates.floats(tokens * count));
         let history = memory.floats_mut(self.history.floats(shape.capacity * width));
 
-        let (before, root) = (&*streams, (hidden as f32).sqrt());
+        let before = &*streams;
+        let root = (hidden as f32).sqrt();
         threads.run_pieces(gates, 1, &|piece, gate| {
-            let (token, stream) = (piece / count, piece % count * hidden);
+            let token = piece / count;
+            let stream = piece % count * hidden;
             let [key, query] = [&proj[token * row + stream..], &before[token * width + stream..]];
             let s = normed_dot(&key[..hidden], &key_norm[stream..], &query[..hidden], &query_norm[stream..], shape.eps);
             let s = s / root;
@@ -44,13 +49,15 @@ impl NgramInject<'_> {
             // The token of this call whose position is in this row of the ring.
             let token = (piece / count + shape.capacity - start % shape.capacity) % shape.capacity;
             if token < tokens {
-                let (gate, stream) = (gates[token * count + piece % count], piece % count * hidden);
+                let gate = gates[token * count + piece % count];
+                let stream = piece % count * hidden;
                 normalise_scaled(value(token), gate, &conv_norm[stream..][..hidden], shape.eps, m);
             }
         });
         let history = &*history;
         threads.run_pieces(streams, hidden, &|piece, h| {
-            let (token, stream) = (piece / count, piece % count * hidden);
+            let token = piece / count;
+            let stream = piece % count * hidden;
             CONVOLVED.with_borrow_mut(|sum| {
                 sum.clear();
                 sum.resize(hidden, 0.0);

@@ -11,12 +11,15 @@ impl NgramInject<'_> {
     pub(in crate::ops) fn launches(&self) -> Result<[Launch; 2], DeviceError> {
         self.check_capacity()?;
         let Self { shape, weights, start, tokens, .. } = *self;
-        let (count, hidden, width) = (shape.streams, shape.hidden, shape.width());
+        let count = shape.streams;
+        let hidden = shape.hidden;
+        let width = shape.width();
         let words = [start, count, hidden, shape.conv_width, shape.dilation, shape.capacity];
         let mut args: Vec<u32> = words.into_iter().map(|word| word as u32).collect();
         args.push(shape.eps.to_bits());
         let proj = Binding::read(self.proj.floats(tokens * (width + hidden)));
-        let (streams, gates) = (self.streams.floats(tokens * width), self.gates.floats(tokens * count));
+        let streams = self.streams.floats(tokens * width);
+        let gates = self.gates.floats(tokens * count);
         let history = self.history.floats(shape.capacity * width);
         let launch = |kernel, bindings, grid| Launch {
             kernel,

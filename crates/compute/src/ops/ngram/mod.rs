@@ -70,7 +70,8 @@ impl NgramInject<'_> {
     }
 
     pub(super) fn touches(&self, see: &mut dyn FnMut(Region, BufferAccess)) {
-        let (tokens, shape) = (self.tokens, self.shape);
+        let tokens = self.tokens;
+        let shape = self.shape;
         see(self.proj.floats(tokens * (shape.width() + shape.hidden)), BufferAccess::Read);
         see(self.gates.floats(tokens * shape.streams), BufferAccess::Write);
         see(self.history, BufferAccess::ReadWrite);

@@ -260,7 +260,8 @@ wide! {
             return if max.is_finite() { (0.0, 0.0) } else { (f32::NAN, f32::NAN) };
         }
         let levels = format.levels as f32;
-        let (inverse, scale) = (levels / max, max / levels);
+        let inverse = levels / max;
+        let scale = max / levels;
         let round = |value: f32| rounded(value * inverse + ROUND);
         let mut sum = 0i32;
         match format.order {
@@ -275,7 +276,8 @@ wide! {
                 for (values, q) in values.chunks_exact(unit).zip(q.chunks_exact_mut(unit)) {
                     let (even, odd) = q.split_at_mut(unit / 2);
                     for ((pair, even), odd) in values.chunks_exact(2).zip(even).zip(odd) {
-                        (*even, *odd) = (round(pair[0]), round(pair[1]));
+                        *even = round(pair[0]);
+                        *odd = round(pair[1]);
                         sum += *even + *odd;
                     }
                 }

@@ -127,7 +127,8 @@ pub fn expand(view: &WeightView<'_>, row: usize, bytes: &mut Vec<u8>, out: &mut 
             natural(bits as usize, part(0), bytes, spread(bits as usize));
             let groups = bytes.chunks_exact(group as usize).zip(out.chunks_exact_mut(group as usize));
             for (index, (codes, out)) in groups.enumerate() {
-                let (s, b) = (scale.get(part(1), index), scale.get(part(2), index));
+                let s = scale.get(part(1), index);
+                let b = scale.get(part(2), index);
                 for (code, out) in codes.iter().zip(out) {
                     *out = f32::from(*code).mul_add(s, b);
                 }
@@ -167,7 +168,8 @@ impl WeightView<'_> {
 
     /// Writes all values in row order to `out`.
     pub fn write_f32(&self, out: &mut [f32]) {
-        let (mut bytes, mut row) = (Vec::new(), Vec::new());
+        let mut bytes = Vec::new();
+        let mut row = Vec::new();
         for (index, out) in out.chunks_exact_mut(self.cols.max(1)).enumerate() {
             expand(self, index, &mut bytes, &mut row);
             out.iter_mut().zip(&row).for_each(|(out, value)| *out = value * self.global_scale);
@@ -193,7 +195,8 @@ mod tests {
     /// The numbers of rows and columns are not multiples of the block size.
     #[test]
     fn fp8_blocks_share_scales_across_rows() {
-        let (rows, cols) = (300, 200);
+        let rows = 300;
+        let cols = 200;
         let codes: Vec<u8> = (0..rows * cols).map(|at| (at * 7 % 251) as u8 & 0xf7).collect();
         let scales: Vec<u8> = (1..=6u8).flat_map(|n| f32::from(n).to_le_bytes()).collect();
         let view = |codes, parts| WeightView { codes, rows, cols, global_scale: 0.5, skipped: 0, parts };
@@ -226,7 +229,8 @@ mod tests {
         }
         for code in 0..=255u8 {
             let sign = if code & 0x80 == 0 { 1.0 } else { -1.0 };
-            let (exponent, mantissa) = (i32::from(code >> 3 & 15), f32::from(code & 7));
+            let exponent = i32::from(code >> 3 & 15);
+            let mantissa = f32::from(code & 7);
             let magnitude = match (exponent, code & 7) {
                 (15, 7) => f32::NAN,
                 (0, _) => mantissa / 8.0 * 2f32.powi(-6),

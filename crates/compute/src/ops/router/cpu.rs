@@ -22,8 +22,12 @@ thread_local! {
 
 impl Router<'_> {
     pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
-        let (tokens, layer, width) = (self.tokens, self.layer, self.width());
-        let (k, experts, cols) = (layer.k, layer.router.rows, layer.router.cols);
+        let tokens = self.tokens;
+        let layer = self.layer;
+        let width = self.width();
+        let k = layer.k;
+        let experts = layer.router.rows;
+        let cols = layer.router.cols;
         let Cpu { compute, memory, quantized, scratch } = cpu;
         let router = OutputColumns { weight: memory.view(&layer.router), at: 0 };
         let columns = match self.shared() {
@@ -43,7 +47,9 @@ impl Router<'_> {
         product(compute, quantized, x, cols, columns, scores, width, None);
         let ids = memory.words_mut(self.ids.floats(tokens * k));
         let weights = memory.floats_mut(self.weights.floats(tokens * (k + 1)));
-        let (base, scores, shared) = (OutPtr(weights.as_mut_ptr()), &*scores, self.shared().is_some());
+        let base = OutPtr(weights.as_mut_ptr());
+        let scores = &*scores;
+        let shared = self.shared().is_some();
         compute.threads.run_pieces(ids, ROWS * k.max(1), &|task, ids| {
             // SAFETY: each task writes the weights of its rows, one row for each row of ids.
             let weights = unsafe {
@@ -81,6 +87,7 @@ fn choose(row: &[f32], renormalise: bool, order: &mut Vec<u32>, ids: &mut [u32],
     let sum: f32 =
         if renormalise { chosen.iter().map(|&id| weigh(id)).sum() } else { (0..row.len() as u32).map(weigh).sum() };
     for ((id, weight), chosen) in ids.iter_mut().zip(weights).zip(chosen) {
-        (*id, *weight) = (*chosen, weigh(*chosen) / sum);
+        *id = *chosen;
+        *weight = weigh(*chosen) / sum;
     }
 }

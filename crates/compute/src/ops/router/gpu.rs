@@ -31,7 +31,9 @@ impl Router<'_> {
             Some(norm) => norm.keep?,
             None => self.shared().map(|_| x)?,
         };
-        let (cols, experts, width) = (layer.router.cols, layer.router.rows, self.width());
+        let cols = layer.router.cols;
+        let experts = layer.router.rows;
+        let width = self.width();
         let rows = HalfRows::new(buffers, tokens, cols);
         let matrices = std::slice::from_ref(&layer.router);
         let router = Linear { x: kept, tokens, norm: None, matrices, y: scores, add: false };
@@ -46,7 +48,9 @@ impl Router<'_> {
     /// The second launch: selects each row's k experts and computes their weights.
     pub fn choice(&self) -> Launch {
         let Self { layer, tokens, table, scores, ids, slots, weights, .. } = *self;
-        let (experts, k, width) = (layer.router.rows, layer.k, self.width());
+        let experts = layer.router.rows;
+        let k = layer.k;
+        let width = self.width();
         assert!(experts <= 1024 && k <= experts, "{k} of {experts} experts");
         let shared = self.shared().is_some();
         let gate = [if shared { width - 1 } else { 0 }, shared.into(), layer.renormalise.into()];

@@ -23,14 +23,16 @@ impl Sample {
             to_weights(&mut weights, max, temperature);
         }
         let all: f32 = weights.iter().sum();
-        let (mut kept, mut count) = (0.0, 0);
+        let mut kept = 0.0;
+        let mut count = 0;
         while weights.get(count).is_some_and(|weight| *weight >= min_p)
             && (count == 0 || top_p >= 1.0 || kept < all * top_p)
         {
             kept += weights[count];
             count += 1;
         }
-        let (mut left, mut chosen) = (kept * share, 0);
+        let mut left = kept * share;
+        let mut chosen = 0;
         while chosen + 1 < count && left >= weights[chosen] {
             left -= weights[chosen];
             chosen += 1;

@@ -164,7 +164,8 @@ impl Vector for Avx512 {
     fn sum(self) -> f32 {
         // SAFETY: see above.
         unsafe {
-            let (low, high) = (_mm512_castps512_ps256(self.0), _mm512_extractf32x8_ps::<1>(self.0));
+            let low = _mm512_castps512_ps256(self.0);
+            let high = _mm512_extractf32x8_ps::<1>(self.0);
             sum8_avx(_mm256_add_ps(low, high))
         }
     }
@@ -190,20 +191,25 @@ fn sum_all(all: [Avx512; 16]) -> [f32; 16] {
     // Reduces each vector to one 128-bit lane: adds its upper half to its lower half, then adds the two 128-bit lanes
     // of the result.
     let halves = |at: usize| {
-        let (a, b) = (all[at].0, all[at + 1].0);
+        let a = all[at].0;
+        let b = all[at + 1].0;
         _mm512_add_ps(_mm512_shuffle_f32x4::<0x44>(a, b), _mm512_shuffle_f32x4::<0xee>(a, b))
     };
     let quarters = |at: usize| {
-        let (a, b) = (halves(at), halves(at + 2));
+        let a = halves(at);
+        let b = halves(at + 2);
         _mm512_add_ps(_mm512_shuffle_f32x4::<0x88>(a, b), _mm512_shuffle_f32x4::<0xdd>(a, b))
     };
     // Each 128-bit lane now holds four sums of one vector. Adds sums 0 + 2 and 1 + 3, then both results.
     let pairs = |at: usize| {
-        let (a, b) = (quarters(at), quarters(at + 4));
+        let a = quarters(at);
+        let b = quarters(at + 4);
         _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)))
     };
-    let (a, b) = (pairs(0), pairs(8));
-    let (low, high) = (_mm512_unpacklo_pd(a, b), _mm512_unpackhi_pd(a, b));
+    let a = pairs(0);
+    let b = pairs(8);
+    let low = _mm512_unpacklo_pd(a, b);
+    let high = _mm512_unpackhi_pd(a, b);
     let sums = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
     let order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     let mut out = [0f32; 16];

@@ -22,7 +22,10 @@ const FEW_TOKENS: usize = 8;
 impl ReadStreams<'_> {
     pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
         let Self { shape, tokens, weights, buffers, .. } = *self;
-        let (width, rank, count, hidden) = (shape.width(), shape.rank, shape.count, shape.hidden);
+        let width = shape.width();
+        let rank = shape.rank;
+        let count = shape.count;
+        let hidden = shape.hidden;
         let streams = cpu.memory.floats(self.streams.floats(tokens * width));
         let norm = cpu.memory.floats(weights.norm.floats(width));
         let normed = cpu.memory.floats_mut(buffers.normed.floats(tokens * width));
@@ -58,7 +61,8 @@ impl ReadStreams<'_> {
         let out = cpu.memory.floats_mut(self.out.floats(tokens * hidden));
         let piece = if tokens <= FEW_TOKENS && hidden.is_multiple_of(TASK_COLUMNS) { TASK_COLUMNS } else { hidden };
         cpu.compute.threads.run_pieces(out, piece, &|task, out| {
-            let (token, first) = (task * piece / hidden, task * piece % hidden);
+            let token = task * piece / hidden;
+            let first = task * piece % hidden;
             out.fill(0.0);
             for stream in 0..count {
                 let at = token * width + stream * hidden + first;
@@ -73,7 +77,8 @@ impl ReadStreams<'_> {
 impl WriteStreams<'_> {
     pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
         let Self { shape, tokens, .. } = *self;
-        let (hidden, memory) = (shape.hidden, &cpu.memory);
+        let hidden = shape.hidden;
+        let memory = &cpu.memory;
         let y = memory.floats(self.y.floats(tokens * hidden));
         let inject = self.inject.map(|inject| memory.floats(inject.floats(tokens * shape.count)));
         let streams = memory.floats_mut(self.streams.floats(tokens * shape.width()));

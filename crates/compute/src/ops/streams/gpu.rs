@@ -20,7 +20,10 @@ impl ReadStreams<'_> {
     /// the products run on matrix units.
     pub(in crate::ops) fn launches(&self, half: Option<HalfBuffers>) -> Vec<Launch> {
         let Self { shape, tokens, weights, buffers, .. } = *self;
-        let (width, rank, count, hidden) = (shape.width(), shape.rank, shape.count, shape.hidden);
+        let width = shape.width();
+        let rank = shape.rank;
+        let count = shape.count;
+        let hidden = shape.hidden;
         let [streams, normed, gates] =
             [self.streams, buffers.normed, buffers.gates].map(|region| region.floats(tokens * width));
         let product = |x: Region, matrices: &[Weight], y: Region| {
@@ -29,16 +32,15 @@ impl ReadStreams<'_> {
         };
         let down: Vec<Weight> = [weights.down].into_iter().chain(weights.inject).collect();
         let low_width = down.iter().map(|matrix| matrix.rows).sum();
-        let (low, act) = (buffers.low.floats(tokens * low_width), buffers.act.floats(tokens * rank));
+        let low = buffers.low.floats(tokens * low_width);
+        let act = buffers.act.floats(tokens * rank);
         let inject = match weights.inject {
             Some(_) => Binding::write(self.inject.floats(tokens * count)),
             None => Binding::read(low.first(0)),
         };
         let zeroes = self.zeroed.len > 0;
-        let zeroed = match zeroes {
-            true => Binding::write(self.zeroed.floats(tokens * hidden)),
-            false => Binding::read(low.first(0)),
-        };
+        let zeroed =
+            if zeroes { Binding::write(self.zeroed.floats(tokens * hidden)) } else { Binding::read(low.first(0)) };
 
         let mut launches = vec![rms_norms([tokens * count, count], hidden, shape.eps, streams, weights.norm, normed)];
         launches.extend(product(normed, &down, low));

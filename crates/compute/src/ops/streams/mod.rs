@@ -95,7 +95,9 @@ pub struct WriteStreams<'a> {
 
 impl ReadStreams<'_> {
     pub(super) fn touches(&self, see: &mut dyn FnMut(Region, BufferAccess)) {
-        let (tokens, shape, buffers) = (self.tokens, self.shape, self.buffers);
+        let tokens = self.tokens;
+        let shape = self.shape;
+        let buffers = self.buffers;
         see(self.streams.floats(tokens * shape.width()), BufferAccess::Read);
         for region in [buffers.normed, buffers.low, buffers.act, buffers.gates, self.out, self.inject, self.zeroed] {
             see(region, BufferAccess::Write);
@@ -105,7 +107,8 @@ impl ReadStreams<'_> {
 
 impl WriteStreams<'_> {
     pub(super) fn touches(&self, see: &mut dyn FnMut(Region, BufferAccess)) {
-        let (tokens, shape) = (self.tokens, self.shape);
+        let tokens = self.tokens;
+        let shape = self.shape;
         see(self.y.floats(tokens * shape.hidden), BufferAccess::Read);
         self.inject.iter().for_each(|inject| see(*inject, BufferAccess::Read));
         see(self.streams.floats(tokens * shape.width()), BufferAccess::ReadWrite);

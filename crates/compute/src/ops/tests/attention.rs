@@ -66,9 +66,11 @@ impl FilledCache {
     }
 
     fn attend(&self, lab: &mut TestCpu, start: usize, tokens: usize) -> Vec<f32> {
-        let (shape, cache) = (&self.shape, self.cache);
+        let shape = &self.shape;
+        let cache = self.cache;
         let width = shape.heads * shape.dim;
-        let (q, proj) = (self.q.rows(start, tokens, width), self.proj.rows(start, tokens, shape.width()));
+        let q = self.q.rows(start, tokens, width);
+        let proj = self.proj.rows(start, tokens, shape.width());
         let y = lab.buffer(tokens * width);
         lab.run(Attention { shape, start, tokens, q, cache, proj, partials: Region::default(), y });
         lab.read(y)
@@ -77,7 +79,8 @@ impl FilledCache {
     /// The output of head `head` at `position`, computed in f64.
     fn expected(&self, q: &[f32], proj: &[f32], head: usize, position: usize) -> Vec<f64> {
         let AttentionShape { heads, kv_heads, dim, .. } = self.shape;
-        let (kv, width) = (head / (heads / kv_heads), self.shape.width());
+        let kv = head / (heads / kv_heads);
+        let width = self.shape.width();
         let dot = |k: &[f32]| q.iter().zip(k).map(|(q, k)| f64::from(*q) * f64::from(*k)).sum::<f64>();
         let key = |at: usize| &self.keys[(at * kv_heads + kv) * dim..][..dim];
         let value = |at: usize| &proj[at * width + (2 * heads + kv_heads + kv) * dim..][..dim];
@@ -123,15 +126,18 @@ fn shapes(format: KvFormat) -> impl Iterator<Item = (AttentionShape, usize)> {
 
 #[test]
 fn attention_matches_naive_reference() {
-    let (mut random, mut lab) = (Random(21), TestCpu::new());
+    let mut random = Random(21);
+    let mut lab = TestCpu::new();
     for (format, tolerance) in [(KvFormat::F32, 1e-6), (KvFormat::I16, 5e-5)] {
         for (shape, count) in shapes(format) {
             let filled = FilledCache::random(&mut lab, &mut random, shape, count);
-            let (dim, width) = (shape.dim, shape.heads * shape.dim);
+            let dim = shape.dim;
+            let width = shape.heads * shape.dim;
             let tokens = some_tokens((count / 2).min(70), width);
             let at = count - tokens;
             let got = filled.attend(lab.with(3, CpuArithmetic::Integer), at, tokens);
-            let (q, proj) = (lab.read(filled.q), lab.read(filled.proj));
+            let q = lab.read(filled.q);
+            let proj = lab.read(filled.proj);
             for token in 0..tokens {
                 for head in 0..shape.heads {
                     let q = &q[(at + token) * width + head * dim..][..dim];
@@ -147,7 +153,8 @@ fn attention_matches_naive_reference() {
 
 #[test]
 fn attention_bytes_ignore_batch_and_threads() {
-    let (mut random, mut lab) = (Random(22), TestCpu::new());
+    let mut random = Random(22);
+    let mut lab = TestCpu::new();
     for format in FORMATS {
         for (shape, count) in shapes(format) {
             let filled = FilledCache::random(&mut lab, &mut random, shape, count);
@@ -163,7 +170,8 @@ fn attention_bytes_ignore_batch_and_threads() {
 fn cached_row_reproduces_its_values() {
     let mut plain: Vec<f32> = Vec::new();
     for format in FORMATS {
-        let (mut random, mut lab) = (Random(23), TestCpu::new());
+        let mut random = Random(23);
+        let mut lab = TestCpu::new();
         let shape = AttentionShape {
             heads: 2,
             kv_heads: 2,
@@ -176,10 +184,13 @@ fn cached_row_reproduces_its_values() {
         };
         let filled = FilledCache::random(&mut lab, &mut random, shape, 12);
         // The output of a zero query is the mean of all values.
-        let (width, zeros) = (2 * 64, lab.buffer(2 * 64));
-        let (shape, y) = (&filled.shape, lab.buffer(width));
+        let width = 2 * 64;
+        let zeros = lab.buffer(2 * 64);
+        let shape = &filled.shape;
+        let y = lab.buffer(width);
         let proj = filled.proj.rows(11, 1, shape.width());
-        let (cache, partials) = (filled.cache, Region::default());
+        let cache = filled.cache;
+        let partials = Region::default();
         lab.run(Attention { shape, start: 11, tokens: 1, q: zeros, cache, proj, partials, y });
         let mean = lab.read(y);
         if plain.is_empty() {
@@ -194,7 +205,8 @@ fn cached_row_reproduces_its_values() {
 
 #[test]
 fn kv_write_and_gate_agree_across_isas() {
-    let (mut random, mut lab) = (Random(24), TestCpu::new());
+    let mut random = Random(24);
+    let mut lab = TestCpu::new();
     let format = KvFormat::I16;
     let shape =
         AttentionShape { heads: 3, kv_heads: 3, dim: 40, rope_dim: 16, eps: 1e-6, context: 0, format, recent: None };

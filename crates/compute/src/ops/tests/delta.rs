@@ -29,7 +29,8 @@ impl Layer {
         let mut draw = |size: f32, shift: f32| -> Vec<f32> {
             (0..shape.value_heads).map(|_| random.unit() * size + shift).collect()
         };
-        let (rate, bias) = (draw(1.0, -1.5), draw(1.0, 0.0));
+        let rate = draw(1.0, -1.5);
+        let bias = draw(1.0, 0.0);
         Self {
             shape,
             decay: Decay { rate: lab.floats(&rate), dt_bias: lab.floats(&bias) },
@@ -54,11 +55,14 @@ impl Layer {
         tokens: usize,
         committed: usize,
     ) -> [Region; 3] {
-        let (shape, state) = (&self.shape, self.state);
+        let shape = &self.shape;
+        let state = self.state;
         let mixed = lab.buffer(tokens * shape.channels());
-        let (out, y) = (lab.buffer(tokens * shape.values()), lab.buffer(tokens * shape.values()));
+        let out = lab.buffer(tokens * shape.values());
+        let y = lab.buffer(tokens * shape.values());
         lab.run(Conv { shape, tokens, proj, weight: self.weight, replay, committed, state: self.samples, out: mixed });
-        let (decay, norm) = (self.decay, self.norm);
+        let decay = self.decay;
+        let norm = self.norm;
         lab.run(DeltaRule { shape, tokens, proj, mixed, decay, replay, committed, state, norm, out, y });
         [mixed, out, y]
     }
@@ -73,7 +77,8 @@ fn rule(h: &DeltaShape, rate: &[f32], bias: &[f32], mixed: &[f32], proj: &[f32],
         for head in 0..h.value_heads {
             let key = head / (h.value_heads / h.key_heads);
             let part = |part: usize| &row[(part * h.key_heads + key) * h.key_dim..][..h.key_dim];
-            let (q, k) = (part(0), part(1));
+            let q = part(0);
+            let k = part(1);
             let beta = 1.0 / (1.0 + (-gate(head)).exp());
             let step = (gate(h.value_heads + head) + f64::from(bias[head])).exp().ln_1p();
             let g = (f64::from(rate[head]) * step).exp();
@@ -92,7 +97,8 @@ fn rule(h: &DeltaShape, rate: &[f32], bias: &[f32], mixed: &[f32], proj: &[f32],
 
 #[test]
 fn delta_rule_matches_naive_reference() {
-    let (mut random, mut lab) = (Random(31), TestCpu::new());
+    let mut random = Random(31);
+    let mut lab = TestCpu::new();
     for (key_heads, value_heads, key_dim, value_dim) in [(2, 4, 64, 32), (1, 2, 128, 128), (3, 3, 20, 48)] {
         let shape = DeltaShape {
             key_heads,
@@ -108,7 +114,9 @@ fn delta_rule_matches_naive_reference() {
         let proj = lab.random(&mut random, tokens * shape.width());
         let mut plain = vec![0.0; shape.values() * key_dim];
         let [mixed, out, _] = layer.run(lab.with(3, CpuArithmetic::Integer), proj, tokens);
-        let (rate, bias, proj) = (lab.read(layer.decay.rate), lab.read(layer.decay.dt_bias), lab.read(proj));
+        let rate = lab.read(layer.decay.rate);
+        let bias = lab.read(layer.decay.dt_bias);
+        let proj = lab.read(proj);
         let expected = rule(&shape, &rate, &bias, &mixed, &proj, &mut plain);
         for (got, expected) in out.iter().zip(&expected).chain(lab.read(layer.state).iter().zip(&plain)) {
             assert!((f64::from(*got) - expected).abs() < 1e-6, "{got} {expected}");
@@ -118,7 +126,8 @@ fn delta_rule_matches_naive_reference() {
 
 #[test]
 fn delta_bytes_ignore_chunks_and_threads() {
-    let (mut random, mut lab) = (Random(32), TestCpu::new());
+    let mut random = Random(32);
+    let mut lab = TestCpu::new();
     // With keys of 128 values, rows of S stay in registers on processors that have enough. The 1,024 channels of a
     // token are split into several tasks.
     for (key_dim, value_dim) in [(64, 80), (128, 80), (64, 192)] {
@@ -132,7 +141,8 @@ fn delta_bytes_ignore_chunks_and_threads() {
             gate: Default::default(),
         };
         let layer = Layer::random(&mut lab, &mut random, shape);
-        let (tokens, width) = (37, shape.width());
+        let tokens = 37;
+        let width = shape.width();
         let proj = lab.random(&mut random, tokens * width);
         let mut run = |threads: usize, cuts: &[usize]| {
             let lab = lab.with(threads, CpuArithmetic::Integer);
@@ -141,7 +151,8 @@ fn delta_bytes_ignore_chunks_and_threads() {
                 state: lab.buffer(shape.values() * shape.key_dim),
                 ..layer
             };
-            let (mut rows, mut at) = (Vec::new(), 0);
+            let mut rows = Vec::new();
+            let mut at = 0;
             for len in cuts {
                 rows.extend(layer.run(lab, proj.rows(at, *len, width), *len)[2].clone());
                 at += len;
@@ -162,7 +173,8 @@ fn delta_bytes_ignore_chunks_and_threads() {
 /// rows. Each later pass first stores the accepted rows of the pass before it: three of four, then two of two.
 #[test]
 fn rejected_rows_leave_state_bytes_unchanged() {
-    let (mut random, mut lab) = (Random(35), TestCpu::new());
+    let mut random = Random(35);
+    let mut lab = TestCpu::new();
     for (key_heads, value_heads, key_dim, value_dim) in [(2, 4, 64, 80), (1, 2, 128, 128), (3, 3, 20, 48)] {
         let shape = DeltaShape {
             key_heads,
@@ -173,7 +185,8 @@ fn rejected_rows_leave_state_bytes_unchanged() {
             eps: 1e-6,
             gate: Default::default(),
         };
-        let (width, channels) = (shape.width(), shape.channels());
+        let width = shape.width();
+        let channels = shape.channels();
         let layer = Layer::random(&mut lab, &mut random, shape);
         let proj = lab.random(&mut random, 9 * width);
         let another = |lab: &mut TestCpu| Layer {
@@ -213,7 +226,8 @@ fn rejected_rows_leave_state_bytes_unchanged() {
 
 #[test]
 fn convolution_matches_naive_reference() {
-    let (mut random, mut lab) = (Random(33), TestCpu::new());
+    let mut random = Random(33);
+    let mut lab = TestCpu::new();
     let shape = DeltaShape {
         key_heads: 4,
         value_heads: 16,
@@ -223,7 +237,9 @@ fn convolution_matches_naive_reference() {
         eps: 1e-6,
         gate: Default::default(),
     };
-    let (tokens, channels, keys) = (6, shape.channels(), 4 * 128);
+    let tokens = 6;
+    let channels = shape.channels();
+    let keys = 4 * 128;
     assert_eq!(channels, 2048 * 2);
     let layer = Layer { samples: lab.random(&mut random, 3 * channels), ..Layer::random(&mut lab, &mut random, shape) };
     let proj = lab.random(&mut random, tokens * shape.width());

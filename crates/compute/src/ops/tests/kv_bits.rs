@@ -55,9 +55,11 @@ impl FilledCache {
     }
 
     fn attend(&self, lab: &mut TestCpu, start: usize, tokens: usize) -> Vec<f32> {
-        let (shape, cache) = (&self.shape, self.cache);
+        let shape = &self.shape;
+        let cache = self.cache;
         let width = shape.heads * shape.dim;
-        let (q, proj) = (self.q.rows(start, tokens, width), self.proj.rows(start, tokens, shape.width()));
+        let q = self.q.rows(start, tokens, width);
+        let proj = self.proj.rows(start, tokens, shape.width());
         let y = lab.buffer(tokens * width);
         lab.run(Attention { shape, start, tokens, q, cache, proj, partials: Region::default(), y });
         lab.read(y)
@@ -89,10 +91,12 @@ impl FilledCache {
     /// The output of head `head` at `position`, computed in f64.
     fn expected(&self, lab: &mut TestCpu, head: usize, position: usize, plain: &[f32]) -> Vec<f64> {
         let AttentionShape { heads, kv_heads, dim, .. } = self.shape;
-        let (kv, width) = (head / (heads / kv_heads), self.shape.width());
+        let kv = head / (heads / kv_heads);
+        let width = self.shape.width();
         let q = lab.read(self.q.rows(position, 1, heads * dim));
         let q = &q[head * dim..][..dim];
-        let (mut scores, mut values) = (Vec::new(), Vec::new());
+        let mut scores = Vec::new();
+        let mut values = Vec::new();
         for at in 0..=position {
             let row = &plain[at * width + 2 * heads * dim..];
             let (key, value) = if at < recent_start(position) {
@@ -126,11 +130,14 @@ fn hadamard(x: &[f64]) -> Vec<f64> {
 
 #[test]
 fn quantized_attention_matches_naive_reference() {
-    let (mut random, mut lab) = (Random(51), TestCpu::new());
+    let mut random = Random(51);
+    let mut lab = TestCpu::new();
     for format in [KvFormat::Eight, KvFormat::Four] {
         for shape in SHAPES {
             let filled = FilledCache::new(&mut lab, &mut random, shape, format);
-            let (heads, count, width) = (shape.0, shape.3, shape.0 * shape.2);
+            let heads = shape.0;
+            let count = shape.3;
+            let width = shape.0 * shape.2;
             let plain = lab.read(filled.proj);
             for position in [0, 63, 64, 191, 192, count - 1].into_iter().filter(|position| *position < count) {
                 // The ring holds only recent positions, so older queries cannot be repeated.
@@ -152,7 +159,8 @@ fn quantized_attention_matches_naive_reference() {
 
 #[test]
 fn quantized_attention_error_is_small() {
-    let (mut lab, shape) = (TestCpu::new(), (8, 1, 256, 900));
+    let mut lab = TestCpu::new();
+    let shape = (8, 1, 256, 900);
     let of = |lab: &mut TestCpu, format| {
         let filled = FilledCache::new(lab, &mut Random(52), shape, format);
         filled.attend(lab, 890, 10)
@@ -170,7 +178,8 @@ fn quantized_attention_error_is_small() {
 #[test]
 #[ignore = "exhaustive: every shape and instruction set"]
 fn quantized_attention_bytes_ignore_batch_and_isa() {
-    let (mut random, mut lab) = (Random(53), TestCpu::new());
+    let mut random = Random(53);
+    let mut lab = TestCpu::new();
     for format in [KvFormat::Eight, KvFormat::Four] {
         for shape in SHAPES {
             let filled = FilledCache::new(&mut lab, &mut random, shape, format);
@@ -203,7 +212,8 @@ fn quantized_write_agrees_across_isas() {
 
 #[test]
 fn kv_bits_refuse_bad_dims_and_rings() {
-    let (mut random, mut lab) = (Random(55), TestCpu::new());
+    let mut random = Random(55);
+    let mut lab = TestCpu::new();
     let mut filled = FilledCache::new(&mut lab, &mut random, (2, 2, 64, 70), KvFormat::Eight);
     let op = |filled: &FilledCache| {
         let FilledCache { shape, cache, proj, q } = *filled;
@@ -212,7 +222,8 @@ fn kv_bits_refuse_bad_dims_and_rings() {
     let ring = filled.shape.recent;
     filled.shape.recent = ring.map(|ring| RecentRing { capacity: 128, ..ring });
     let (shape, cache, proj, q) = op(&filled);
-    let (partials, y) = (Region::default(), lab.buffer(64 * 128));
+    let partials = Region::default();
+    let y = lab.buffer(64 * 128);
     assert!(lab.fails(Attention { shape: &shape, start: 0, tokens: 64, q, cache, proj, partials, y }));
     filled.shape = AttentionShape { recent: ring, dim: 40, ..filled.shape };
     let (shape, cache, ..) = op(&filled);

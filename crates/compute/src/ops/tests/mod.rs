@@ -54,7 +54,8 @@ impl TestCpu {
 
     /// Changes the number of threads and the arithmetic, and drops quantized rows.
     fn with(&mut self, threads: usize, math: CpuArithmetic) -> &mut Self {
-        (self.cpu.compute, self.cpu.quantized) = (CpuDevice::new(threads, math), Default::default());
+        self.cpu.compute = CpuDevice::new(threads, math);
+        self.cpu.quantized = Default::default();
         self
     }
 
@@ -137,7 +138,8 @@ fn to_bits(values: Vec<f32>) -> Vec<u32> {
 fn linear_bytes_ignore_batch_and_threads() {
     // More rows than one task computes.
     const ROWS: usize = 130;
-    let (mut random, mut lab) = (Random(11), TestCpu::new());
+    let mut random = Random(11);
+    let mut lab = TestCpu::new();
     let eight = WeightFormat::Affine { bits: 8, group: 64, scale: Float::Bf16 };
     for last in [(AFFINE, 1), (WeightFormat::Mxfp4, 40)] {
         let all = [(AFFINE, 300), (eight, 7), (WeightFormat::Dense(Float::Bf16), 65), last]
@@ -171,9 +173,11 @@ fn linear_bytes_ignore_batch_and_threads() {
 
 #[test]
 fn linear_refuses_mismatched_sizes() {
-    let (mut random, mut lab) = (Random(12), TestCpu::new());
+    let mut random = Random(12);
+    let mut lab = TestCpu::new();
     let weight = lab.weight(&mut random, AFFINE, 8, 128);
-    let (x, y) = (lab.random(&mut random, 2 * 128), lab.buffer(2 * 9));
+    let x = lab.random(&mut random, 2 * 128);
+    let y = lab.buffer(2 * 9);
     let mut fails = |weight: Weight, x: Region, y: Region| {
         lab.fails(Linear { x, tokens: 2, norm: None, matrices: &[weight], y, add: false })
     };
@@ -218,7 +222,8 @@ impl Layer {
                 *stack = ExpertStack { codes, rows, cols, global_scales: vec![1.0], at: vec![at] };
             }
             let stride = bytes.len();
-            let (segments, table) = (vec![lab.bytes(&bytes)], Region::default());
+            let segments = vec![lab.bytes(&bytes)];
+            let table = Region::default();
             let slots = ExpertSlots { segments, table, per_segment: 1, stride };
             let weights = stacks.each_ref().map(|stack| {
                 let lens = stack.codes.part_bytes(stack.rows, stack.cols);
@@ -254,7 +259,8 @@ impl Layer {
         let groups = [ExpertGroup { expert: 0, slot: 0, first: 0, count: assignments.len() as u32 }];
         let set = ExpertSet::Loaded { groups: &groups, assignments, shared: false, per_assignment: None };
         let act = lab.buffer(tokens * (self.k + 1) * layer.row());
-        let (scores, buffers) = (lab.buffer(tokens), MoeBuffers { out, act, ..MoeBuffers::default() });
+        let scores = lab.buffer(tokens);
+        let buffers = MoeBuffers { out, act, ..MoeBuffers::default() };
         !lab.fails(Experts { layer, slots, tokens, x, buffers: MoeBuffers { scores, ..buffers }, experts: set })
     }
 
@@ -283,8 +289,11 @@ fn kinds() -> Vec<(WeightFormat, WeightFormat, usize)> {
 
 #[test]
 fn experts_match_naive_reference() {
-    let (mut random, mut lab) = (Random(13), TestCpu::new());
-    let (tokens, k, hidden) = (40, 3, Layer::HIDDEN);
+    let mut random = Random(13);
+    let mut lab = TestCpu::new();
+    let tokens = 40;
+    let k = 3;
+    let hidden = Layer::HIDDEN;
     let layer = Layer::random(&mut lab, &mut random, &kinds(), tokens, k);
     let x = lab.random(&mut random, tokens * hidden);
     for math in [CpuArithmetic::F32, CpuArithmetic::Integer] {
@@ -301,7 +310,8 @@ fn experts_match_naive_reference() {
             let tolerance = 1e-6 + levels(gate) + levels(up) + levels(down);
             for assignment in assignments {
                 let x = x.rows(*assignment as usize / k, 1, hidden);
-                let (gate, up) = (lab.linear(x, 1, &[*gate]), lab.linear(x, 1, &[*up]));
+                let gate = lab.linear(x, 1, &[*gate]);
+                let up = lab.linear(x, 1, &[*up]);
                 let act: Vec<f32> = gate.iter().zip(&up).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect();
                 let act = lab.floats(&act);
                 let expected = lab.linear(act, 1, &[*down]);
@@ -316,8 +326,11 @@ fn experts_match_naive_reference() {
 
 #[test]
 fn expert_bytes_ignore_batch_and_threads() {
-    let (mut random, mut lab) = (Random(14), TestCpu::new());
-    let (tokens, k, hidden) = (300, 4, Layer::HIDDEN);
+    let mut random = Random(14);
+    let mut lab = TestCpu::new();
+    let tokens = 300;
+    let k = 4;
+    let hidden = Layer::HIDDEN;
     let layer = Layer::random(&mut lab, &mut random, &kinds(), tokens, k);
     let x = lab.random(&mut random, tokens * hidden);
     for math in [CpuArithmetic::Integer, CpuArithmetic::F32] {
@@ -339,7 +352,8 @@ fn expert_bytes_ignore_batch_and_threads() {
 
 #[test]
 fn experts_refuse_invalid_assignments() {
-    let (mut random, mut lab) = (Random(15), TestCpu::new());
+    let mut random = Random(15);
+    let mut lab = TestCpu::new();
     let mut layer = Layer::random(&mut lab, &mut random, &kinds()[..1], 1, 1);
     let x = lab.random(&mut random, Layer::HIDDEN);
     let out = lab.buffer(2 * Layer::HIDDEN);
@@ -354,21 +368,28 @@ fn experts_refuse_invalid_assignments() {
 
 #[test]
 fn combine_adds_in_rank_order() -> Result<(), DeviceError> {
-    let (mut random, mut lab) = (Random(16), TestCpu::new());
-    let (tokens, k, hidden) = (5, 3, 40);
+    let mut random = Random(16);
+    let mut lab = TestCpu::new();
+    let tokens = 5;
+    let k = 3;
+    let hidden = 40;
     let codes = WeightFormat::Dense(Float::F32);
     let router = Weight { codes, rows: 1, cols: hidden, global_scale: 1.0, parts: Default::default() };
     let down = lab.weight(&mut random, codes, hidden, 8);
     let shared = Some(SharedExpert { gate_up: [router; 2], down, result: router });
     let layer = &MoeWeights { k, renormalise: true, router, shared, stacks: Default::default() };
     let out = lab.random(&mut random, tokens * (k + 1) * hidden);
-    let (weights, h) = (lab.random(&mut random, tokens * (k + 1)), lab.random(&mut random, tokens * hidden));
-    let (scores, act) = (lab.buffer(tokens * layer.width()), lab.buffer(tokens * (k + 1) * layer.row()));
+    let weights = lab.random(&mut random, tokens * (k + 1));
+    let h = lab.random(&mut random, tokens * hidden);
+    let scores = lab.buffer(tokens * layer.width());
+    let act = lab.buffer(tokens * (k + 1) * layer.row());
     let buffers = MoeBuffers { scores, act, out, weights, ..MoeBuffers::default() };
     let before = lab.read(h);
     let slots = &ExpertSlots::default();
     lab.with(2, CpuArithmetic::Integer).run(CombineExperts { layer, slots, tokens, buffers, per_assignment: None, h });
-    let (got, rows, weights) = (lab.read(h), lab.read(out), lab.read(weights));
+    let got = lab.read(h);
+    let rows = lab.read(out);
+    let weights = lab.read(weights);
     for token in 0..tokens {
         for col in 0..hidden {
             let add = |y: f32, assignment: usize, rank: usize| {

@@ -27,10 +27,12 @@ fn twice(lab: &mut TestCpu, random: &mut Random, count: usize) -> [Region; 2] {
 fn attention_rows_match_each_sequence_alone() {
     let ring = Some(RecentRing { capacity: 256, format: KvFormat::I16 });
     for (format, recent) in [(KvFormat::F32, None), (KvFormat::I16, None), (KvFormat::Eight, ring)] {
-        let (mut random, mut lab) = (Random(21), TestCpu::new());
+        let mut random = Random(21);
+        let mut lab = TestCpu::new();
         let shape =
             &AttentionShape { heads: 4, kv_heads: 2, dim: 64, rope_dim: 32, eps: 1e-6, context: 264, format, recent };
-        let (of, values) = (|region: Region, row, width| region.rows(row, 1, width), shape.heads * shape.dim);
+        let of = |region: Region, row, width| region.rows(row, 1, width);
+        let values = shape.heads * shape.dim;
         let [proj, rope] = [shape.width(), shape.rope_dim].map(|width| lab.random(&mut random, 2 * width));
         let [q_norm, k_norm] = [(); 2].map(|()| lab.random(&mut random, shape.dim));
         let norm_rope = |rope_table| QkNormRope { q_norm, k_norm, rope_table };
@@ -39,9 +41,11 @@ fn attention_rows_match_each_sequence_alone() {
             let mut zeros = |bytes: usize| lab.buffer(bytes.div_ceil(4)).first(bytes);
             let caches = [0, 1].map(|_| zeros(2 * shape.cache_bytes()));
             let recent = [0, 1].map(|_| zeros(2 * shape.recent_bytes()));
-            let (q, y) = (lab.buffer(2 * values), lab.buffer(2 * values));
+            let q = lab.buffer(2 * values);
+            let y = lab.buffer(2 * values);
             let cache = KvCache { keys: caches[0], values: caches[1], table: pages, recent };
-            let (start, partials) = (0, Region::default());
+            let start = 0;
+            let partials = Region::default();
             let write = KvWrite { shape, start, tokens: 2, proj, norm_rope: norm_rope(rope), q, cache };
             let attention = Attention { shape, start, tokens: 2, q, cache, proj, partials, y };
             if together {
@@ -52,7 +56,9 @@ fn attention_rows_match_each_sequence_alone() {
                 let number = 1 - row;
                 let recent = recent.map(|ring| ring.part(number * shape.recent_bytes(), shape.recent_bytes()));
                 let cache = KvCache { table: of(pages, number, shape.pages()), recent, ..cache };
-                let (proj, q, y) = (of(proj, row, shape.width()), of(q, row, values), of(y, row, values));
+                let proj = of(proj, row, shape.width());
+                let q = of(q, row, values);
+                let y = of(y, row, values);
                 let norm_rope = norm_rope(of(rope, row, shape.rope_dim));
                 lab.run(KvWrite { start, tokens: 1, proj, norm_rope, q, cache, ..write });
                 lab.run(Attention { start, tokens: 1, q, cache, proj, y, ..attention });
@@ -65,11 +71,15 @@ fn attention_rows_match_each_sequence_alone() {
 
 #[test]
 fn delta_net_rows_match_each_sequence_alone() {
-    let (mut random, mut lab) = (Random(22), TestCpu::new());
+    let mut random = Random(22);
+    let mut lab = TestCpu::new();
     let gate = OutputGate::Silu;
     let shape =
         &DeltaShape { key_heads: 2, value_heads: 4, key_dim: 32, value_dim: 32, conv_width: 4, eps: 1e-6, gate };
-    let (hidden, channels, values, heads) = (128, shape.channels(), shape.values(), shape.value_heads);
+    let hidden = 128;
+    let channels = shape.channels();
+    let values = shape.values();
+    let heads = shape.value_heads;
     let in_rows = [channels, values, heads, heads];
     let matrices = in_rows.map(|rows| lab.weight(&mut random, AFFINE, rows, hidden));
     let last = [lab.weight(&mut random, AFFINE, hidden, values)];
@@ -79,11 +89,14 @@ fn delta_net_rows_match_each_sequence_alone() {
     let gated = lab.random(&mut random, shape.value_dim);
     let [sample, matrix] = [3 * channels, values * shape.key_dim];
     let [h, samples, states] = [hidden, sample, matrix].map(|width| twice(&mut lab, &mut random, 2 * width));
-    let (proj, mixed, out) = (lab.buffer(2 * shape.width()), lab.buffer(2 * channels), lab.buffer(2 * values));
+    let proj = lab.buffer(2 * shape.width());
+    let mixed = lab.buffer(2 * channels);
+    let out = lab.buffer(2 * values);
     // The forward pass's buffers share memory, too.
     let y = mixed.floats(2 * values);
     let net = |tokens, h, samples, state| {
-        let (replay, committed) = (Replay::default(), tokens);
+        let replay = Replay::default();
+        let committed = tokens;
         let conv = Conv { shape, tokens, proj, weight, replay, committed, state: samples, out: mixed };
         DeltaNet {
             in_proj: Linear { x: h, tokens, norm, matrices: &matrices, y: proj, add: false },
@@ -96,7 +109,8 @@ fn delta_net_rows_match_each_sequence_alone() {
     lab.run(&DeltaNetRows { net: net(2, h[0], samples[0], states[0]), rows });
     for row in 0..2 {
         let number = 1 - row;
-        let (sample, state) = (samples[1].rows(number, 1, sample), states[1].rows(number, 1, matrix));
+        let sample = samples[1].rows(number, 1, sample);
+        let state = states[1].rows(number, 1, matrix);
         lab.run(&net(1, h[1].rows(row, 1, hidden), sample, state));
     }
     for [together, alone] in [h, samples, states] {

@@ -112,7 +112,8 @@ impl ModelDownload<'_> {
             return self.link(file, &blob).map(|()| BlobState::Complete);
         }
         let part = OpenOptions::new().create(true).truncate(false).write(true).open(self.part(file))?;
-        let (len, map) = (part.metadata()?.len(), blob.with_extension("map"));
+        let len = part.metadata()?.len();
+        let map = blob.with_extension("map");
         let saved = read_small_file(&map, MAX_MAP_BYTES).ok();
         let saved = saved.and_then(|text| serde_json::from_slice::<MissingRanges>(&text).ok());
         let progress = match saved.filter(|saved| saved.is_valid(size, len)) {
@@ -152,7 +153,8 @@ impl ModelDownload<'_> {
     /// Verifies the checksum of a complete part file, renames the file to its blob, and links the blob into the
     /// snapshot. If the checksum is wrong, removes the part file.
     pub fn finish(&self, file: &RepoFile, part: &File) -> Result<(), StoreError> {
-        let (blob, path) = (self.blob(file), self.part(file));
+        let blob = self.blob(file);
+        let path = self.part(file);
         let at = StoreError::at(&path);
         part.sync_all().map_err(at)?;
         let is_right = file.sha256().map_or(Ok(true), |expected| Ok(sha256_file(&path)? == expected)).map_err(at)?;

@@ -117,12 +117,11 @@ impl RepoListing {
         names.extend(self.siblings.iter().map(|file| file.name.clone()).filter(is_extra));
         names.retain(|name| is_weights(name));
         if names.is_empty() {
-            let why = match self.siblings.iter().any(|file| file.name.ends_with(".gguf")) {
-                true => {
-                    "the repository has GGUF files, which Moestro does not read; pull an MLX version of the model, such \
+            let why = if self.siblings.iter().any(|file| file.name.ends_with(".gguf")) {
+                "the repository has GGUF files, which Moestro does not read; pull an MLX version of the model, such \
                          as one of mlx-community"
-                }
-                false => "the repository has no model.safetensors, so it is not a model in a supported format",
+            } else {
+                "the repository has no model.safetensors, so it is not a model in a supported format"
             };
             return Err(StoreError::Other(why.into()));
         }

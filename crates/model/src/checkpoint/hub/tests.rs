@@ -10,7 +10,8 @@ fn mutated_listings_name_nothing_outside_cache() {
         serde_json::json!({ "rfilename": name, "size": bytes.len(), "blobId": COMMIT, "lfs": { "sha256": hash(bytes) } })
     }).collect::<Vec<_>>() });
     let dir = tempfile::tempdir().unwrap();
-    let (mut parsed, mut valid) = (0, 0);
+    let mut parsed = 0;
+    let mut valid = 0;
     for seed in 0..2000 {
         let dice = &mut test_support::mutate::Dice(seed);
         let mut text = known.to_string().into_bytes();
@@ -71,7 +72,8 @@ fn is_pulled(dir: &Path) -> bool {
 
 #[test]
 fn second_pull_requests_only_the_listing() {
-    let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
+    let hub = TestHub::new(&model());
+    let home = tempfile::tempdir().unwrap();
     let client = hub_of(&hub, home.path());
     assert!(client.local("org/name").is_none());
     let steps = Mutex::new(Vec::new());
@@ -93,7 +95,8 @@ fn second_pull_requests_only_the_listing() {
 
 #[test]
 fn broken_connection_is_resumed() {
-    let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
+    let hub = TestHub::new(&model());
+    let home = tempfile::tempdir().unwrap();
     hub.change(|state| {
         state.disconnects = vec![("model-1.safetensors".into(), 100_000), ("model-1.safetensors".into(), 50_000)];
         state.statuses = vec![503, 429];
@@ -105,7 +108,8 @@ fn broken_connection_is_resumed() {
 
 #[test]
 fn next_run_resumes_the_download() {
-    let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
+    let hub = TestHub::new(&model());
+    let home = tempfile::tempdir().unwrap();
     let client = hub_of(&hub, home.path());
     hub.change(|state| {
         state.disconnects = vec![("model-2.safetensors".into(), 70_000)];
@@ -126,7 +130,8 @@ fn next_run_resumes_the_download() {
 
 #[test]
 fn blobs_of_other_revisions_are_reused() {
-    let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
+    let hub = TestHub::new(&model());
+    let home = tempfile::tempdir().unwrap();
     let client = hub_of(&hub, home.path());
     let dir = client.pull("org/name", "main", &|_, _| ()).unwrap();
     fs::rename(&dir, dir.with_file_name("0ld")).unwrap();
@@ -141,7 +146,8 @@ fn blobs_of_other_revisions_are_reused() {
 
 #[test]
 fn listing_without_sizes_is_enough() {
-    let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
+    let hub = TestHub::new(&model());
+    let home = tempfile::tempdir().unwrap();
     hub.change(|state| state.hides_sizes = true);
     let client = hub_of(&hub, home.path());
     assert!(is_pulled(&client.pull("org/name", "main", &|_, _| ()).unwrap()));
@@ -154,7 +160,8 @@ fn listing_without_sizes_is_enough() {
 fn wrong_ranges_and_longer_files_fail() {
     // The hub sends a range from another offset, or a file that is longer than the listing says.
     for change in [|state: &mut HubState| state.shifts_ranges = true, |state: &mut HubState| state.grows_files = true] {
-        let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
+        let hub = TestHub::new(&model());
+        let home = tempfile::tempdir().unwrap();
         hub.change(change);
         hub.change(|state| state.disconnects = vec![("model-1.safetensors".into(), 100_000)]);
         let error = hub_of(&hub, home.path()).pull("org/name", "main", &|_, _| ()).unwrap_err().to_string();
@@ -167,7 +174,8 @@ fn wrong_ranges_and_longer_files_fail() {
 
 #[test]
 fn wrong_checksum_fails_and_removes_file() {
-    let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
+    let hub = TestHub::new(&model());
+    let home = tempfile::tempdir().unwrap();
     let client = hub_of(&hub, home.path());
     client.pull("org/name", "main", &|_, _| ()).unwrap();
     hub.change(|state| state.corrupts = true);
@@ -183,7 +191,8 @@ fn wrong_checksum_fails_and_removes_file() {
 
 #[test]
 fn denied_requests_give_hints() {
-    let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
+    let hub = TestHub::new(&model());
+    let home = tempfile::tempdir().unwrap();
     let mut client = hub_of(&hub, home.path());
     let text = client.pull("org/other", "main", &|_, _| ()).unwrap_err().to_string();
     assert!(text.contains("org/other: the hub has no such model"), "{text}");
@@ -208,7 +217,8 @@ fn hub_with_pieces(hub: &TestHub, home: &Path) -> Hub {
 
 #[test]
 fn pieces_are_transferred_in_parallel() {
-    let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
+    let hub = TestHub::new(&model());
+    let home = tempfile::tempdir().unwrap();
     hub.change(|state| state.bytes_per_second = Some(100_000));
     let steps = Mutex::new(Vec::new());
     let dir = hub_with_pieces(&hub, home.path())
@@ -230,7 +240,8 @@ fn pieces_are_transferred_in_parallel() {
 
 #[test]
 fn interrupted_pieces_resume_where_they_stopped() {
-    let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
+    let hub = TestHub::new(&model());
+    let home = tempfile::tempdir().unwrap();
     let client = hub_with_pieces(&hub, home.path());
     let one = "model-1.safetensors".to_string();
     hub.change(|state| {
@@ -259,7 +270,8 @@ fn interrupted_pieces_resume_where_they_stopped() {
 
 #[test]
 fn hub_without_ranges_sends_whole_files() {
-    let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
+    let hub = TestHub::new(&model());
+    let home = tempfile::tempdir().unwrap();
     hub.change(|state| {
         state.ignores_ranges = true;
         state.disconnects = vec![("model-2.safetensors".into(), 70_000)];
@@ -274,30 +286,32 @@ fn pieces_of_two_versions_never_mix() {
     // If a file changes during its download, the part file mixes two versions. With a checksum, the final verification
     // fails. Without a checksum, the ETag shows the change, and the download of the file restarts.
     for hides_sizes in [false, true] {
-        let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
+        let hub = TestHub::new(&model());
+        let home = tempfile::tempdir().unwrap();
         let later = noise(77, 300_000);
         hub.change(|state| {
             state.hides_sizes = hides_sizes;
             state.changes = vec![("model-1.safetensors".into(), 4, later.clone())];
         });
         let pulled = hub_with_pieces(&hub, home.path()).pull("org/name", "main", &|_, _| ());
-        match hides_sizes {
-            true => assert!(fs::read(pulled.unwrap().join("model-1.safetensors")).unwrap() == later),
-            false => {
-                let text = pulled.unwrap_err().to_string();
-                assert!(text.contains("model-1.safetensors") && text.contains("SHA-256"), "{text}");
-            }
+        if hides_sizes {
+            assert!(fs::read(pulled.unwrap().join("model-1.safetensors")).unwrap() == later)
+        } else {
+            let text = pulled.unwrap_err().to_string();
+            assert!(text.contains("model-1.safetensors") && text.contains("SHA-256"), "{text}");
         }
     }
 }
 
 #[test]
 fn concurrent_runs_download_each_piece_once() {
-    let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
+    let hub = TestHub::new(&model());
+    let home = tempfile::tempdir().unwrap();
     hub.change(|state| state.bytes_per_second = Some(400_000));
     std::thread::scope(|scope| {
         let run = || hub_with_pieces(&hub, home.path()).pull("org/name", "main", &|_, _| ()).unwrap();
-        let (one, two) = (scope.spawn(run), scope.spawn(run));
+        let one = scope.spawn(run);
+        let two = scope.spawn(run);
         assert!(is_pulled(&one.join().unwrap()) && is_pulled(&two.join().unwrap()));
     });
     let mut starts = hub.starts("model-1.safetensors");
@@ -309,7 +323,8 @@ fn concurrent_runs_download_each_piece_once() {
 #[test]
 fn oversized_small_file_is_rejected() {
     for (name, size) in [("config.json", 40 << 30), ("model.safetensors.index.json", 200 << 20)] {
-        let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
+        let hub = TestHub::new(&model());
+        let home = tempfile::tempdir().unwrap();
         hub.change(|state| _ = state.listed_sizes.insert(name.into(), size));
         let text = hub_of(&hub, home.path()).pull("org/name", "main", &|_, _| ()).unwrap_err().to_string();
         assert!(text.contains(name) && text.contains("are allowed"), "{text}");
@@ -321,7 +336,8 @@ fn oversized_small_file_is_rejected() {
 fn too_many_shards_are_rejected() {
     let names: Vec<String> = (0..1001).map(|n| format!("model-{n}.safetensors")).collect();
     let files: Vec<(&str, Vec<u8>)> = names.iter().map(|name| (name.as_str(), vec![0])).collect();
-    let (hub, home) = (TestHub::new(&files), tempfile::tempdir().unwrap());
+    let hub = TestHub::new(&files);
+    let home = tempfile::tempdir().unwrap();
     let text = hub_of(&hub, home.path()).pull("org/name", "main", &|_, _| ()).unwrap_err().to_string();
     assert!(text.contains("1001 weight files"), "{text}");
     assert!(hub.state.lock().unwrap().requested.is_empty(), "no file was requested");

@@ -142,8 +142,10 @@ impl From<RequestError> for PieceError {
 
 impl<'a> FileDownload<'a> {
     fn new(listed: &'a RepoFile, size: u64) -> Self {
-        let (now, stage) = (Instant::now(), FileStage::Waiting);
-        let (free, in_flight) = (Vec::new(), Vec::new());
+        let now = Instant::now();
+        let stage = FileStage::Waiting;
+        let free = Vec::new();
+        let in_flight = Vec::new();
         Self { listed, size, stage, etag: None, free, in_flight, part: None, not_before: now, saved: now, restarts: 0 }
     }
 
@@ -261,7 +263,8 @@ impl<'a> Transfer<'a> {
     /// Transfers a piece. Retries after broken connections, but fails after [`MAX_ATTEMPTS`] attempts in a row without
     /// progress.
     fn transfer(&self, piece: FilePiece<'_>) -> Result<(), PieceError> {
-        let (mut delay, mut attempts) = (self.download.retry_delay, MAX_ATTEMPTS);
+        let mut delay = self.download.retry_delay;
+        let mut attempts = MAX_ATTEMPTS;
         loop {
             let before = self.remaining(piece)?;
             if before.is_empty() {
@@ -283,7 +286,8 @@ impl<'a> Transfer<'a> {
 
     /// Sends one request and writes the received bytes.
     fn request(&self, piece: FilePiece<'_>, range: Range<u64>) -> Result<(), PieceError> {
-        let (url, size) = (self.download.url(piece.listed), piece.size);
+        let url = self.download.url(piece.listed);
+        let size = piece.size;
         let mut response = self.download.client.range(&url, range.start, Some(range.end - 1))?;
         if let Some(found) = response.size.filter(|found| *found != size) {
             return Err(RequestError::Invalid(format!("{found} bytes, but its listing says {size}")).into());
@@ -325,7 +329,9 @@ impl<'a> Transfer<'a> {
             }
             tracing::info!(file = file.listed.name, "the file changed on the hub; restarting its download");
             state.on_disk -= file.on_disk();
-            (file.in_flight, file.etag, file.stage) = (Vec::new(), None, FileStage::FirstPiece);
+            file.in_flight = Vec::new();
+            file.etag = None;
+            file.stage = FileStage::FirstPiece;
             file.free.clear();
             file.free.push(0..file.size);
             self.changed.notify_all();
@@ -386,7 +392,8 @@ impl<'a> Transfer<'a> {
             // Keep the last piece in `in_flight`, so that no other worker verifies the file at the same time.
             file.part.as_ref().map(|(part, _)| part.clone())
         };
-        let (download, listed) = (self.download, piece.listed);
+        let download = self.download;
+        let listed = piece.listed;
         let result = match (outcome, part) {
             (Ok(()), Some(part)) => download.finish(listed, &part),
             (Err(PieceError::Request(error)), _) => Err(download.client.describe(download.id, &listed.name, error)),

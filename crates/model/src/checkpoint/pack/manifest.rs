@@ -80,7 +80,8 @@ impl PackManifest {
         if self.source != source {
             return Err(wrong("the pack was made from another checkpoint".into()));
         }
-        let (ours, theirs) = (self.layers.len(), map.layers.len());
+        let ours = self.layers.len();
+        let theirs = map.layers.len();
         if ours != theirs {
             return Err(wrong(format!("the pack has {ours} layers, the checkpoint {theirs}")));
         }

@@ -58,7 +58,8 @@ pub fn open(path: &Path) -> Result<DataFile, StoreError> {
 
 /// Reads the record of `expert` from the file `disk`.
 pub fn read(disk: &DataFile, expert: usize, layer: &LayerManifest, record: &mut [u8]) -> Result<(), StoreError> {
-    let (start, len) = (expert as u64 * layer.stride, record.len());
+    let start = expert as u64 * layer.stride;
+    let len = record.len();
     let result = read_aligned(record, len, disk.block(), |rest, done| disk.read_at(rest, start + done as u64));
     result.map_err(StoreError::at(disk.path()))
 }

@@ -133,7 +133,9 @@ impl PackedRows {
             return Err(wrong(format!("unsupported format {:?} version {}", header.format, header.version)));
         }
         let blocks = RowBlocks::new(rows, row);
-        let (count, width, len) = (header.rows, header.row, file.len());
+        let count = header.rows;
+        let width = header.row;
+        let len = file.len();
         if (count, width) != (rows, row) || len != blocks.file_bytes() {
             let why =
                 format!("it has {count} rows of {width} bytes in a file of {len}, not {rows} rows of {row} bytes");
@@ -152,7 +154,8 @@ impl PackedRows {
     /// A file system error occurs, or the checksum of the row's block does not match.
     pub fn read(&self, row: u64, space: &mut Vec<u8>) -> io::Result<Vec<u8>> {
         let RowBlocks { row: len, size, per_block, .. } = self.blocks;
-        let (number, at) = (row / per_block as u64, (row % per_block as u64) as usize * len);
+        let number = row / per_block as u64;
+        let at = (row % per_block as u64) as usize * len;
         let block = self.file.read_range(self.blocks.offset(number), size, space)?;
         if !RowBlocks::is_intact(number, block) {
             return Err(io::Error::new(io::ErrorKind::InvalidData, "a checksum differs"));

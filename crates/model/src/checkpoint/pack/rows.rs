@@ -81,7 +81,8 @@ pub fn write_rows(
 
 fn write_file(table: &RowTable, files: &[PathBuf], path: &Path, progress: OnBytes<'_>) -> Result<(), StoreError> {
     let failed = StoreError::at(path);
-    let (source, before) = (fingerprint(files)?, settled_identity(files)?);
+    let source = fingerprint(files)?;
+    let before = settled_identity(files)?;
     let blocks = row_blocks(table);
     let file = File::create(path).map_err(failed)?;
     let sums = for_each_chunk(table, |first, chunk| {
@@ -95,7 +96,8 @@ fn write_file(table: &RowTable, files: &[PathBuf], path: &Path, progress: OnByte
     file.write_all_at(&header.to_bytes()?, 0).map_err(failed)?;
     file.sync_all().map_err(failed)?;
     let packed = PackedRows::open(path, table.rows, row)?;
-    let (mut space, mut first) = (Vec::new(), 0);
+    let mut space = Vec::new();
+    let mut first = 0;
     for sum in sums {
         let count = CHUNK.min(blocks.count() - first) as usize;
         let chunk = packed.read_blocks(first, count, &mut space).map_err(failed)?;
@@ -159,7 +161,8 @@ pub fn verify_rows(dir: &Path, tables: &[RowTable], progress: OnBytes<'_>) -> Re
         if !path.exists() {
             continue;
         }
-        let (packed, blocks) = (PackedRows::open(&path, table.rows, table.row_len())?, row_blocks(table));
+        let packed = PackedRows::open(&path, table.rows, table.row_len())?;
+        let blocks = row_blocks(table);
         for_each_chunk(table, |first, ours| {
             let mut space = Vec::new();
             let count = ours.len() / blocks.size;
@@ -202,11 +205,14 @@ fn gather(
     chunk: &mut Vec<u8>,
     part: &mut Vec<u8>,
 ) -> Result<(), StoreError> {
-    let (blocks, sizes) = (row_blocks(table), table.row_bytes());
-    let (per_block, row_bytes) = (blocks.per_block as u64, sizes.iter().sum::<usize>());
+    let blocks = row_blocks(table);
+    let sizes = table.row_bytes();
+    let per_block = blocks.per_block as u64;
+    let row_bytes = sizes.iter().sum::<usize>();
     chunk.clear();
     chunk.resize((numbers.end - numbers.start) as usize * blocks.size, 0);
-    let (first, end) = (numbers.start * per_block, (numbers.end * per_block).min(table.rows));
+    let first = numbers.start * per_block;
+    let end = (numbers.end * per_block).min(table.rows);
     let mut row = first;
     while row < end {
         let (pieces, count) = table.pieces(row..end);

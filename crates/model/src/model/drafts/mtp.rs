@@ -127,7 +127,8 @@ struct MtpWeights {
 
 impl MtpWeights {
     fn load(trunk: &mut TrunkLoader<'_>, config: &Config) -> Result<Self, ModelError> {
-        let (hidden, mut map) = (config.hidden, Vec::new());
+        let hidden = config.hidden;
+        let mut map = Vec::new();
         let name = |name: &str| format!("{}{name}", files::PREFIX);
         let fc = match config.streams {
             None => trunk.columns(&name("fc"), hidden, hidden, 2)?,
@@ -203,7 +204,8 @@ impl MtpInfo {
 
     /// Number of bytes of the loaded head: weights, expert slots, cache and hidden rows.
     pub fn bytes(&self, format: KvFormat) -> u64 {
-        let (a, width) = (&self.config.attention, self.config.residual_width());
+        let a = &self.config.attention;
+        let width = self.config.residual_width();
         let kv = CACHE_POSITIONS * 2 * a.kv_heads * format.row_bytes(a.dim);
         let rows = (5 * MTP_ROWS + 8) * width * 4;
         let index = self.config.indexer.map_or(0, |indexer| {
@@ -253,7 +255,8 @@ impl MtpDeviceState {
         context: usize,
         backend: &mut dyn Backend,
     ) -> Result<Self, ModelError> {
-        let (mut slots, mut tables) = (ExpertSlots::default(), Vec::new());
+        let mut slots = ExpertSlots::default();
+        let mut tables = Vec::new();
         if let Some(store) = &head.store {
             slots = adopt_slots(store, ReservedBuffer::MtpExpertTable, backend)?;
             tables = slot_tables(&head.net, store);
@@ -300,7 +303,8 @@ impl MtpHead {
         state: &mut MtpDeviceState,
         device: PassDevice<'_>,
     ) -> Result<MtpPrediction, ModelError> {
-        let (width, count) = (self.config.residual_width(), ids.len());
+        let width = self.config.residual_width();
+        let count = ids.len();
         let (HiddenRows::OfModel(rows) | HiddenRows::OfHead(rows)) = hidden;
         if ids.is_empty() || rows.len() != count * width || at + count > state.positions {
             return Err(ModelError::Config(format!("the MTP head's cache is too small for {count} rows at {at}")));
@@ -313,7 +317,9 @@ impl MtpHead {
         let mut buffers = *buffers;
         buffers.slot_tables = state.slot_tables;
         let mut layers = [LayerState::Attention(state.cache, state.index)];
-        let (mut start, end, mut out) = (at, at + count, MtpPrediction::default());
+        let mut start = at;
+        let end = at + count;
+        let mut out = MtpPrediction::default();
         for (ids, rows) in ids.chunks(buffers.rows).zip(rows.chunks(buffers.rows * width)) {
             // Only distances within the head's own context matter. So a row's position is its index in that context,
             // even after images.
@@ -353,8 +359,11 @@ impl MtpHead {
 
         // m = rms_norm(layer(u)) of the last row, or the mixture of its streams; logits = W_head m
         let Some(out) = out else { return Ok(()) };
-        let (b, config, row) = (pass.buffers, &self.config, pass.rows() - 1..pass.rows());
-        let (mixed, matrices) = (b.normed.floats(config.hidden), std::slice::from_ref(self.net.head()));
+        let b = pass.buffers;
+        let config = &self.config;
+        let row = pass.rows() - 1..pass.rows();
+        let mixed = b.normed.floats(config.hidden);
+        let matrices = std::slice::from_ref(self.net.head());
         let (x, norm, hidden) = match &self.net.before_head {
             Residual::Norm(weight) => {
                 let norm = Norm { weight: *weight, eps: config.eps, keep: Some(mixed) };
@@ -374,9 +383,12 @@ impl MtpHead {
 
     /// Computes `u` from the embeddings of the pass's tokens and the hidden rows.
     fn fuse(&self, rows: &[f32], pass: &mut Pass<'_>) -> Result<(), ModelError> {
-        let (b, tokens) = (pass.buffers, pass.rows());
+        let b = pass.buffers;
+        let tokens = pass.rows();
         let [embedding, hidden] = self.fc.each_ref().map(std::slice::from_ref);
-        let (x, y, ids) = (b.normed, b.h, b.ids);
+        let x = b.normed;
+        let y = b.h;
+        let ids = b.ids;
         pass.write_inputs()?;
         pass.execute(Embedding { table: &self.net.embed, tokens, ids, into: x })?;
         let norm = Some(pass.norm(self.norms[0]));
@@ -391,7 +403,8 @@ impl MtpHead {
         pass.write_streams(None)?;
         for block in pass.mixer_blocks() {
             let width = streams.width();
-            let (x, y) = (b.stream.of(streams, block.len()).normed, pass.residual(&block));
+            let x = b.stream.of(streams, block.len()).normed;
+            let y = pass.residual(&block);
             let tokens = block.len() * streams.count;
             pass.backend.write(x, bytemuck::cast_slice(&rows[block.start * width..block.end * width]))?;
             pass.execute(Linear { x, tokens, norm: None, matrices: hidden, y, add: true })?;

@@ -25,11 +25,14 @@ impl AttentionWeights {
         pass: &mut Pass<'_>,
         marks: &mut SnapshotMarks,
     ) -> Result<(), ModelError> {
-        let (b, shape) = (pass.buffers, pass.attention);
-        let (start, tokens) = (pass.chunk.start + rows.start, rows.len());
+        let b = pass.buffers;
+        let shape = pass.attention;
+        let start = pass.chunk.start + rows.start;
+        let tokens = rows.len();
 
         // (q, gate) per head, k, v = split(W_qkv rms_norm(h))
-        let (x, norm) = (input.rows(&rows), input.norm);
+        let x = input.rows(&rows);
+        let norm = input.norm;
         pass.execute(Linear { x, tokens, norm, matrices: &self.qkv, y: b.proj, add: false })?;
 
         // q, k = rope(rms_norm(q), rms_norm(k)) per head, on the first rope_dim values; k and v go into the cache
@@ -39,7 +42,9 @@ impl AttentionWeights {
         let write = KvWrite { shape, start, tokens, proj: b.proj, norm_rope, q, cache };
 
         // y = softmax(q k^T / sqrt(dim)) v * sigmoid(gate), over the cached positions up to the row's own
-        let (proj, partials, y) = (b.proj, b.partials, b.y(tokens));
+        let proj = b.proj;
+        let partials = b.partials;
+        let y = b.y(tokens);
         let attention = Attention { shape, start, tokens, q, cache, proj, partials, y };
         match (&self.indexer, pass.sequence_rows()) {
             (_, Some(rows)) => pass.execute(&AttentionRows { write, attention, rows })?,
@@ -50,12 +55,15 @@ impl AttentionWeights {
             (Some(indexer), None) => {
                 pass.execute(write)?;
                 // with an indexer: the same over the blocks that it selects for each row
-                let (matrices, index, shape) = (std::slice::from_ref(&indexer.proj), b.index, &indexer.shape);
+                let matrices = std::slice::from_ref(&indexer.proj);
+                let index = b.index;
+                let shape = &indexer.shape;
                 pass.execute(Linear { x, tokens, norm, matrices, y: index, add: false })?;
                 let norm_rope = QkNormRope { q_norm: indexer.q_norm, k_norm: indexer.k_norm, rope_table };
                 let op = BlockAttention { attention, indexer: shape, index, norm_rope, cache: index_cache };
                 pass.execute(&op)?;
-                let (rows_of, width) = (index_cache.recent, shape.recent_width());
+                let rows_of = index_cache.recent;
+                let width = shape.recent_width();
                 let recent = RowRing { rows: rows_of, width, keep: KeptRows::OpenBlock(shape.ratio) };
                 for mark in marks.within(&rows) {
                     marks.record_rows(mark, &recent, pass.chunk.start + marks.rows[mark], &mut *pass.backend)?;

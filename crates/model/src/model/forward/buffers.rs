@@ -148,14 +148,21 @@ struct RowWords {
 
 impl RowWords {
     fn new(config: &Config, limits: &BackendLimits) -> Self {
-        let (hidden, heads, delta) = (config.hidden, config.attention, config.delta);
+        let hidden = config.hidden;
+        let heads = config.attention;
+        let delta = config.delta;
         let full = config.full_layers();
-        let (mut proj, mut values, mut mixed) = (0, 0, 0);
+        let mut proj = 0;
+        let mut values = 0;
+        let mut mixed = 0;
         if full > 0 {
-            (proj, values) = (heads.width(), heads.heads * heads.dim);
+            proj = heads.width();
+            values = heads.heads * heads.dim;
         }
         if full < config.layers {
-            (proj, values, mixed) = (proj.max(delta.width()), values.max(delta.values()), delta.channels());
+            proj = proj.max(delta.width());
+            values = values.max(delta.values());
+            mixed = delta.channels();
         }
         if !config.ngrams.is_empty() {
             // An n-gram table's projections: the keys of all streams, and the value.
@@ -172,7 +179,8 @@ impl RowWords {
             act = 4 * k;
         }
         let ngram = config.ngrams.iter().map(|ngram| ngram.width).max().unwrap_or(0);
-        let (mut half_x, mut half_act) = (0, 0);
+        let mut half_x = 0;
+        let mut half_act = 0;
         if limits.uses_half_precision {
             let widest = match config.ffn {
                 FfnShape::Dense { intermediate } => intermediate,
@@ -220,7 +228,8 @@ impl Buffers {
         // `y` can use the memory of `mixed` if the delta net can write its output over its input. Attention does not
         // use `mixed`.
         let [mixed, of_y] = if limits.delta_in_place { [mixed.max(values), 0] } else { [mixed, values] };
-        let (mixer, ffn) = ([proj, mixed, values, of_y], [act, out]);
+        let mixer = [proj, mixed, values, of_y];
+        let ffn = [act, out];
         let stride = |words: &usize| words.next_multiple_of(ALIGN_WORDS);
         let strides = |all: &[usize]| all.iter().map(stride).sum::<usize>();
         // A ring of recent positions has room for the rows of one call of at most `MAX_RING_BLOCK` rows.
@@ -326,7 +335,8 @@ impl Buffers {
         } else {
             limits.max_mixer_rows.max(2 * LOGIT_ROWS)
         };
-        let (many, more) = (bytes(rows), bytes(rows + 1));
+        let many = bytes(rows);
+        let more = bytes(rows + 1);
         let row = more - many;
         (row, many - row * rows as u64)
     }
@@ -392,13 +402,16 @@ mod tests {
         {
             config.ffn = ffn;
             for limits in [Cpu::limits(CpuArithmetic::default()), gpu_limits(None)] {
-                let (mut buffer, mut bytes) = (0, 0);
+                let mut buffer = 0;
+                let mut bytes = 0;
                 let take = |len| {
-                    (buffer, bytes) = (buffer + 1, bytes + len as u64);
+                    buffer = buffer + 1;
+                    bytes = bytes + len as u64;
                     Ok::<_, Infallible>(Region { buffer, offset: 0, len })
                 };
                 let Ok(b) = Buffers::new(&config, &limits, rows, config.context, take);
-                let (mixer, ffn) = ([b.proj, b.mixed, b.head_out, b.y], [b.moe.act, b.moe.out]);
+                let mixer = [b.proj, b.mixed, b.head_out, b.y];
+                let ffn = [b.moe.act, b.moe.out];
                 assert!(mixer[0].overlaps(ffn[0]), "{rows} rows");
                 assert_eq!(b.y.overlaps(b.mixed), limits.delta_in_place, "{rows} rows");
                 // The buffers of a mixer hold one block of rows.

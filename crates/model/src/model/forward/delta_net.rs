@@ -54,13 +54,17 @@ impl DeltaNetWeights {
         pass: &mut Pass<'_>,
         marks: &mut SnapshotMarks,
     ) -> Result<(), ModelError> {
-        let (b, shape, tokens, commit) = (pass.buffers, &self.shape, rows.len(), pass.chunk.commit);
+        let b = pass.buffers;
+        let shape = &self.shape;
+        let tokens = rows.len();
+        let commit = pass.chunk.commit;
         // A verify projects into the replay buffer, where its rows stay until they are accepted or rejected.
         let [proj, mixed] = state.replay_rows(shape, commit, tokens).unwrap_or([b.proj, b.mixed]);
         let buffers = RowBuffers { proj, mixed, out: b.head_out, y: b.y(tokens) };
 
         // q k v, z, b, a = W_in rms_norm(h)
-        let (x, norm) = (input.rows(&rows), input.norm);
+        let x = input.rows(&rows);
+        let norm = input.norm;
         let in_proj = Linear { x, tokens, norm, matrices: &self.in_proj, y: proj, add: false };
         // h += W_out y
         let out_proj = pass.out_proj(&self.out, &rows);
@@ -136,9 +140,12 @@ impl DeltaNetWeights {
         RowBuffers { proj, mixed, out, y }: RowBuffers,
     ) -> (Conv<'_>, DeltaRule<'_>) {
         let shape = &self.shape;
-        let (replay, committed) = (state.pending(shape), state.rows_to_commit(commit, tokens));
+        let replay = state.pending(shape);
+        let committed = state.rows_to_commit(commit, tokens);
         let conv = Conv { shape, tokens, proj, weight: self.conv, replay, committed, state: state.conv, out: mixed };
-        let (decay, norm, state) = (self.decay, self.norm, state.recurrent);
+        let decay = self.decay;
+        let norm = self.norm;
+        let state = state.recurrent;
         (conv, DeltaRule { shape, tokens, proj, mixed, decay, replay, committed, state, norm, out, y })
     }
 }

@@ -11,7 +11,8 @@ use std::ops::Range;
 /// Fills `out` with `rms_norm(h) W_head^T` for the rows whose logits the chunk asks for, at most [`LOGIT_ROWS`] at a
 /// time. In a model with several residual streams, the mixture of the streams takes the place of `rms_norm(h)`.
 pub fn read_logits(net: &Network, pass: &mut Pass<'_>, out: &mut [f32]) -> Result<(), ModelError> {
-    let (vocab, wanted) = (pass.config.vocab, pass.chunk.logits.clone());
+    let vocab = pass.config.vocab;
+    let wanted = pass.chunk.logits.clone();
     for (first, out) in wanted.clone().step_by(LOGIT_ROWS).zip(out.chunks_mut(LOGIT_ROWS * vocab)) {
         write_logits(net, pass, first..wanted.end.min(first + LOGIT_ROWS))?;
         pass.backend.read_floats(pass.buffers.logits, out)?;
@@ -21,7 +22,9 @@ pub fn read_logits(net: &Network, pass: &mut Pass<'_>, out: &mut [f32]) -> Resul
 
 /// Computes the logits of at most [`LOGIT_ROWS`] rows into the buffer for logits.
 pub fn write_logits(net: &Network, pass: &mut Pass<'_>, rows: Range<usize>) -> Result<(), ModelError> {
-    let (b, hidden, tokens) = (pass.buffers, pass.config.hidden, rows.len());
+    let b = pass.buffers;
+    let hidden = pass.config.hidden;
+    let tokens = rows.len();
     let (x, norm) = match &net.before_head {
         Residual::Norm(weight) => (b.h.rows(rows.start, tokens, hidden), Some(pass.norm(*weight))),
         Residual::Streams(mix) => {

@@ -38,7 +38,8 @@ pub fn reset(pass: &mut Pass<'_>) {
 
 /// Number of layers from `index` on that can be computed with one wait. 1 means that layer `index` runs alone.
 pub fn layer_count(index: usize, pass: &Pass<'_>, hooks: &LayerHooks<'_>) -> usize {
-    let (chunk, config) = (&pass.chunk, pass.config);
+    let chunk = &pass.chunk;
+    let config = pass.config;
     let Some(experts) = pass.experts.filter(|experts| !experts.is_resident()) else { return 1 };
     // Other residual streams, tables and caches would need kernels with a skip flag.
     let is_simple = config.streams.is_none() && config.ngrams.is_empty() && config.indexer.is_none();
@@ -109,7 +110,8 @@ fn submit_layer(
     pass: &mut Pass<'_>,
     hooks: &mut LayerHooks<'_>,
 ) -> Result<(), ModelError> {
-    let (layer, weights) = (&net.layers[index], moe_weights(net, index)?);
+    let layer = &net.layers[index];
+    let weights = moe_weights(net, index)?;
     let x = layer.forward_mixer(index, state, pass, hooks)?;
     let routed = pass.buffers.route(index, pass.rows(), weights);
     moe::route(index, x, weights, routed, pass)?;
@@ -128,10 +130,12 @@ fn wait_for_choices(
     experts: &ExpertStore,
     pass: &mut Pass<'_>,
 ) -> Result<Option<usize>, ModelError> {
-    let (rows, ahead) = (pass.rows(), &mut pass.scratch.ahead);
+    let rows = pass.rows();
+    let ahead = &mut pass.scratch.ahead;
     let routes = pass.buffers.routes(layers.clone(), rows, moe_weights(net, layers.start)?);
     ahead.routes.resize(routes.len / 4, 0);
-    (ahead.first, ahead.layers) = (layers.start, layers.clone());
+    ahead.first = layers.start;
+    ahead.layers = layers.clone();
     experts.metrics.gpu_router_waits.inc();
     pass.backend.read_words(routes, &mut ahead.routes)?;
     let missed = layers.clone().find(|index| {
@@ -167,7 +171,9 @@ pub fn report_choices(net: &Network, pass: &mut Pass<'_>) -> Result<(), ModelErr
 
 /// The choice of a layer that ran ahead, in the lists of the mixture of experts.
 fn read_route(index: usize, weights: &MoeWeights, pass: &mut Pass<'_>) -> MoeScratch {
-    let (rows, ahead, mut scratch) = (pass.rows(), &pass.scratch.ahead, std::mem::take(&mut pass.scratch.moe));
+    let rows = pass.rows();
+    let ahead = &pass.scratch.ahead;
+    let mut scratch = std::mem::take(&mut pass.scratch.moe);
     let [ids, _, _, scores] = split_route(&ahead.routes, index - ahead.first, rows, weights);
     scratch.ids.clear();
     scratch.ids.extend(ids);

@@ -58,7 +58,9 @@ pub fn forward(
 /// `h = embed[ids]`. Tokens of images get the rows of the images instead.
 fn embed(net: &Network, pass: &mut Pass<'_>) -> Result<(), ModelError> {
     pass.write_inputs()?;
-    let (tokens, ids, into) = (pass.rows(), pass.buffers.ids, pass.buffers.h);
+    let tokens = pass.rows();
+    let ids = pass.buffers.ids;
+    let into = pass.buffers.h;
     pass.execute(Embedding { table: &net.embed, tokens, ids, into })?;
     pass.write_image_rows()?;
     pass.write_streams(None)
@@ -171,8 +173,10 @@ impl DenseWeights {
         let Some(norm) = x.norm else {
             return Err(ModelError::Config("a dense feed-forward needs a model with one residual stream".into()));
         };
-        let (tokens, h) = (pass.rows(), pass.buffers.h);
-        let (scores, act) = (pass.buffers.moe.scores, pass.buffers.moe.act);
+        let tokens = pass.rows();
+        let h = pass.buffers.h;
+        let scores = pass.buffers.moe.scores;
+        let act = pass.buffers.moe.act;
         pass.execute(Mlp { tokens, norm, gate_up: &self.gate_up, down: &self.down, scores, act, h })
     }
 }

@@ -38,7 +38,8 @@ pub fn forward(
     let Some(experts) = pass.experts else {
         return Err(ModelError::Config("the experts are not loaded".into()));
     };
-    let (b, limits) = (pass.buffers, pass.limits);
+    let b = pass.buffers;
+    let limits = pass.limits;
     let routed =
         RouteBuffers { ids: b.expert_ids, slots: b.expert_slots, weights: b.moe.weights, scores: b.moe.scores };
     route(index, input, layer, routed, pass)?;
@@ -98,7 +99,9 @@ pub fn fetch_and_run(
     pass: &mut Pass<'_>,
     mut scratch: MoeScratch,
 ) -> Result<(), ModelError> {
-    let (layer, kind, limits) = (combine.layer, pass.chunk.kind, pass.limits);
+    let layer = combine.layer;
+    let kind = pass.chunk.kind;
+    let limits = pass.limits;
     let choice = ExpertChoice { ids: &scratch.ids, k: layer.k, logits: &scratch.logits };
     let mut fetch = experts.fetch(index, &choice, kind, &mut *pass.backend)?;
 
@@ -139,10 +142,13 @@ fn run_experts(
     pass: &mut Pass<'_>,
     scratch: &mut MoeScratch,
 ) -> Result<(), ModelError> {
-    let (b, limits, resident) = (pass.buffers, pass.limits, experts.is_resident());
+    let b = pass.buffers;
+    let limits = pass.limits;
+    let resident = experts.is_resident();
     let CombineExperts { layer, slots, tokens, mut buffers, .. } = combine;
     let MoeScratch { groups, assignments, slots: known, .. } = scratch;
-    let (x, row) = (b.normed, tokens * layer.k);
+    let x = b.normed;
+    let row = tokens * layer.k;
     // For few rows, each assignment is computed separately, and each call has its own list of slots. One more list has
     // the slots of all calls, for the final sum.
     let one_by_one = tokens <= limits.max_per_assignment_rows && !pass.chunk.half;
@@ -162,7 +168,8 @@ fn run_experts(
         groups.clear();
         assignments.clear();
         for loaded in batch.iter() {
-            let (first, count) = (assignments.len() as u32, loaded.assignments.len() as u32);
+            let first = assignments.len() as u32;
+            let count = loaded.assignments.len() as u32;
             if !resident {
                 // Identifies the bytes: the same expert has the same bytes whenever it is read.
                 let content = (index as u64) << 32 | u64::from(loaded.expert);
@@ -184,7 +191,8 @@ fn run_experts(
         }
         let set = ExpertSet::Loaded { groups, assignments, shared, per_assignment: slot_list(call) };
         pass.execute(Experts { layer, slots, tokens, x, buffers, experts: set })?;
-        (shared, call) = (false, call + 1);
+        shared = false;
+        call = call + 1;
         // The device may still read the lists of this batch, so the next batch uses the space after them. A job has at
         // least one assignment, so there are at most as many jobs as assignments.
         let rest = |list: Region, words: usize| list.part(words * 4, list.len - words * 4);
@@ -209,8 +217,12 @@ fn run_experts(
 /// Predicts the next layer's experts by running its router on this layer's input. Uses the experts' buffers, which are
 /// free until the experts run.
 fn predict(index: usize, layer: &MoeWeights, pass: &mut Pass<'_>, out: &mut Vec<u32>) -> Result<(), ModelError> {
-    let (b, tokens, x) = (pass.buffers, pass.rows().min(PREDICTING_ROWS), pass.buffers.normed);
-    let (scores, act, list) = (b.moe.out, b.moe.act, tokens * layer.k * 4);
+    let b = pass.buffers;
+    let tokens = pass.rows().min(PREDICTING_ROWS);
+    let x = pass.buffers.normed;
+    let scores = b.moe.out;
+    let act = b.moe.act;
+    let list = tokens * layer.k * 4;
     out.clear();
     if scores.len < tokens * layer.router.rows * 4 || act.len < 4 * list {
         return Ok(());
@@ -229,10 +241,13 @@ fn read_choice(
     pass: &mut Pass<'_>,
     scratch: &mut MoeScratch,
 ) -> Result<(), ModelError> {
-    let (b, tokens, k) = (pass.buffers, pass.rows(), layer.k);
+    let b = pass.buffers;
+    let tokens = pass.rows();
+    let k = layer.k;
     scratch.ids.resize(tokens * k, 0);
     pass.backend.read_words(b.expert_ids, &mut scratch.ids)?;
-    let (experts, width) = (layer.router.rows, layer.width());
+    let experts = layer.router.rows;
+    let width = layer.width();
     scratch.logits.resize(if logits { tokens * experts } else { 0 }, 0.0);
     for (token, row) in scratch.logits.chunks_exact_mut(experts).enumerate() {
         pass.backend.read_floats(b.moe.scores.rows(token, 1, width), row)?;

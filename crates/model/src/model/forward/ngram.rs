@@ -16,7 +16,9 @@ impl NgramWeights {
         };
         // e = rows of the table
         let e = table.wait(pending)?;
-        let (b, hidden, width) = (pass.buffers, pass.config.hidden, pass.config.residual_width());
+        let b = pass.buffers;
+        let hidden = pass.config.hidden;
+        let width = pass.config.residual_width();
         let inject = InjectShape {
             streams: width / hidden,
             hidden,
@@ -26,7 +28,8 @@ impl NgramWeights {
             eps: pass.config.eps,
         };
         for rows in pass.mixer_blocks() {
-            let (start, tokens) = (pass.chunk.start + rows.start, rows.len());
+            let start = pass.chunk.start + rows.start;
+            let tokens = rows.len();
             let values = &e[rows.start * shape.width..rows.end * shape.width];
             pass.backend.write(b.ngram.floats(values.len()), bytemuck::cast_slice(values))?;
             // keys of all streams, v = W e
@@ -34,8 +37,11 @@ impl NgramWeights {
             pass.execute(proj)?;
             // R += G + silu(conv(rms_norm(G)))
             let streams = pass.residual(&rows);
-            let (weights, gates) = (&self.inject, b.inject);
-            let (shape, proj, history_rows) = (&inject, b.proj, history.rows);
+            let weights = &self.inject;
+            let gates = b.inject;
+            let shape = &inject;
+            let proj = b.proj;
+            let history_rows = history.rows;
             pass.execute(NgramInject { shape, weights, start, tokens, proj, gates, history: history_rows, streams })?;
             for index in marks.within(&rows) {
                 let len = pass.chunk.start + marks.rows[index];

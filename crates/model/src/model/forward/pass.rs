@@ -148,7 +148,8 @@ impl Pass<'_> {
     /// The table of rows, if the rows belong to different sequences.
     pub fn sequence_rows(&self) -> Option<SequenceRows> {
         let starts = || self.chunk.sequences.iter().map(|row| row.start);
-        let (first, last) = (starts().min()?, starts().max()?);
+        let first = starts().min()?;
+        let last = starts().max()?;
         let table = self.buffers.sequences.rows(0, self.rows(), 2);
         Some(SequenceRows { starts: [first, last], table })
     }
@@ -159,7 +160,8 @@ impl Pass<'_> {
 
     /// The rows of the pass in blocks. The buffers of a mixer hold one block.
     pub fn mixer_blocks(&self) -> impl Iterator<Item = Range<usize>> + use<> {
-        let (rows, block) = (self.rows(), self.buffers.block);
+        let rows = self.rows();
+        let block = self.buffers.block;
         (0..rows).step_by(block).map(move |first| first..rows.min(first + block))
     }
 
@@ -176,7 +178,8 @@ impl Pass<'_> {
     /// Prepares the input of a layer part. With several streams, also sets `h` to zero, so that the part can add its
     /// result to `h`.
     pub fn read(&mut self, residual: &Residual) -> Result<PartInput, ModelError> {
-        let (b, hidden) = (self.buffers, self.config.hidden);
+        let b = self.buffers;
+        let hidden = self.config.hidden;
         let mix = match residual {
             Residual::Norm(weight) => return Ok(PartInput { x: b.h, hidden, norm: Some(self.norm(*weight)) }),
             Residual::Streams(mix) => mix,
@@ -198,7 +201,9 @@ impl Pass<'_> {
         [inject, zeroed]: [Region; 2],
     ) -> Result<(), ModelError> {
         let Some(shape) = &self.config.streams else { return Ok(()) };
-        let (tokens, streams, buffers) = (rows.len(), self.residual(rows), self.buffers.stream.of(shape, rows.len()));
+        let tokens = rows.len();
+        let streams = self.residual(rows);
+        let buffers = self.buffers.stream.of(shape, rows.len());
         self.execute(&ReadStreams { shape, tokens, weights, streams, buffers, out, inject, zeroed })
     }
 
@@ -214,13 +219,16 @@ impl Pass<'_> {
     /// if there is one stream, which is `h` itself.
     pub fn write_streams(&mut self, inject: Option<Region>) -> Result<(), ModelError> {
         let Some(shape) = &self.config.streams else { return Ok(()) };
-        let (tokens, y, streams) = (self.rows(), self.buffers.h, self.buffers.streams);
+        let tokens = self.rows();
+        let y = self.buffers.h;
+        let streams = self.buffers.streams;
         self.execute(WriteStreams { shape, tokens, y, inject, streams })
     }
 
     /// `h += y W^T`, the output projection at the end of a mixer.
     pub fn out_proj<'w>(&self, out: &'w Weight, rows: &Range<usize>) -> Linear<'w> {
-        let (x, tokens) = (self.buffers.y(rows.len()), rows.len());
+        let x = self.buffers.y(rows.len());
+        let tokens = rows.len();
         let y = self.buffers.h.rows(rows.start, tokens, self.config.hidden);
         Linear { x, tokens, norm: None, matrices: std::slice::from_ref(out), y, add: true }
     }
@@ -288,7 +296,9 @@ impl<'a> LayerHooks<'a> {
     }
 
     pub fn after_layer(&mut self, layer: usize, pass: &mut Pass<'_>) -> Result<(), ModelError> {
-        let (h, rows, width) = (pass.buffers.residual(), pass.rows(), pass.config.residual_width());
+        let h = pass.buffers.residual();
+        let rows = pass.rows();
+        let width = pass.config.residual_width();
         Ok(self.taps.copy_rows(&mut *pass.backend, layer, h, rows, width)?)
     }
 }

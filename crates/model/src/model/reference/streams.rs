@@ -25,11 +25,14 @@ use std::collections::HashMap;
 impl Reference {
     /// Computes the sequence `ids` of a model with several residual streams.
     pub(super) fn forward_streams(&self, shape: &StreamShape, ids: &[u32]) -> Result<Computed, ModelError> {
-        let (hidden, vocab) = (self.config.hidden, self.config.vocab);
+        let hidden = self.config.hidden;
+        let vocab = self.config.vocab;
         let embed = self.matrix(names::EMBEDDING, vocab, hidden)?;
         let x = embed.index_select(&Tensor::new(ids, &self.device)?, 0)?;
         let mut r = Tensor::cat(&vec![&x; shape.count], 1)?;
-        let (mut residuals, mut routes, mut stages) = (Vec::new(), Vec::new(), HashMap::new());
+        let mut residuals = Vec::new();
+        let mut routes = Vec::new();
+        let mut stages = HashMap::new();
         for (index, full) in self.config.full.iter().enumerate() {
             let layer = names::layer_prefix(index);
             let mut keep = |name: &str, value: &Tensor| stages.insert(format!("layer{index}.{name}"), value.clone());
@@ -104,13 +107,16 @@ impl Reference {
         let Some(shape) = self.config.indexer else {
             return Err(ModelError::Config("the attention layers have no indexer".into()));
         };
-        let ((tokens, hidden), eps) = (u.dims2()?, self.config.eps);
+        let (tokens, hidden) = u.dims2()?;
+        let eps = self.config.eps;
         // RoPE angles of `rows` rows that are `stride` positions apart.
         let angles = |rows: usize, stride: usize| {
             let positions: Vec<Position> = (0..rows).map(|row| [row * stride; 3]).collect();
             self.rope_angles(&positions)
         };
-        let (heads, dim, ratio) = (shape.heads, shape.dim, shape.ratio);
+        let heads = shape.heads;
+        let dim = shape.dim;
+        let ratio = shape.ratio;
         let norm = |name: &str| self.norm(&format!("{path}indexer.{name}_layernorm.weight"), dim);
         let projected = linear(u, &self.matrix(&format!("{path}indexer.index_qk_proj"), shape.width(), hidden)?)?;
         let q = projected.narrow(1, 0, heads * dim)?.reshape((tokens, heads, dim))?;
@@ -148,12 +154,14 @@ impl Reference {
     /// and again after a causal convolution.
     fn ngram(&self, r: &Tensor, ids: &[u32], shape: &NgramShape, path: &str) -> Result<(Tensor, Tensor), ModelError> {
         let layout = NgramLayout::new(&self.checkpoint, &format!("{path}ple_embedding."), shape)?;
-        let (rows, mut values) = (layout.rows_of(&[], ids), Vec::new());
+        let rows = layout.rows_of(&[], ids);
+        let mut values = Vec::new();
         let files = RowFiles::open(layout.table, None)?;
         for row in &rows {
             files.table.decode(&files.read(*row, &mut Vec::new())?, &mut values);
         }
-        let ((tokens, width), hidden) = (r.dims2()?, self.config.hidden);
+        let (tokens, width) = r.dims2()?;
+        let hidden = self.config.hidden;
         let count = width / hidden;
         let e = constant(values.into_iter().map(f64::from).collect(), (tokens, shape.width), r)?;
         let streams = |x: &Tensor| x.reshape((tokens, count, hidden));

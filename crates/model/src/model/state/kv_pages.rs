@@ -156,7 +156,9 @@ impl PagePool {
         plan: &Plan,
         backend: &SharedBackend,
     ) -> Result<Arc<Self>, DeviceError> {
-        let (page_part, layers, context_pages) = (shape.page_bytes(), config.full_layers(), shape.pages());
+        let page_part = shape.page_bytes();
+        let layers = config.full_layers();
+        let context_pages = shape.pages();
         let index_part = config.indexer.map_or(0, |indexer| indexer.key_bytes(PAGE));
         let page_bytes = layers * (2 * page_part + index_part);
         let count = plan.pages(page_bytes as u64).max(context_pages);
@@ -265,7 +267,8 @@ impl PagePool {
         if bytes.len() as u64 != self.size.bytes(rows) {
             return Err(ModelError::Config("the snapshot belongs to another model".into()));
         }
-        let (mut backend, mut rest) = (self.backend()?, bytes);
+        let mut backend = self.backend()?;
+        let mut rest = bytes;
         for region in self.regions(index, rows) {
             let (part, after) = rest.split_at(region.len);
             backend.write(region, part)?;
@@ -281,9 +284,11 @@ impl PagePool {
     /// The regions of the first `rows` positions of a page: one region for each layer if the page is full, otherwise
     /// one for each head. Includes the keys of the blocks that are closed there.
     fn regions(&self, index: u32, rows: usize) -> impl Iterator<Item = Region> {
-        let (page_part, kv_heads) = (self.page_part, self.kv_heads);
+        let page_part = self.page_part;
+        let kv_heads = self.kv_heads;
         let head_row = page_part / PAGE / kv_heads;
-        let (index_part, index_rows) = (self.key_bytes(PAGE), self.key_bytes(rows));
+        let index_part = self.key_bytes(PAGE);
+        let index_rows = self.key_bytes(rows);
         let index_page = move |region: &Region| region.part(index as usize * index_part, index_rows);
         let keys_values = self.layers.iter().flatten().flat_map(move |region| {
             let page = region.part(index as usize * page_part, page_part);

@@ -63,7 +63,8 @@ pub enum Commit {
 
 /// Number of bytes of the replay buffers of all layers. Part of the memory plan.
 pub fn replay_bytes(config: &Config) -> u64 {
-    let (layers, shape) = (config.layers - config.full_layers(), &config.delta);
+    let layers = config.layers - config.full_layers();
+    let shape = &config.delta;
     if layers == 0 {
         return 0;
     }

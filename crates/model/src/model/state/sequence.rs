@@ -85,7 +85,8 @@ impl Arena {
                 IndexCache { recent: part(index.recent), ..index },
             ),
             LayerState::DeltaNet(delta) => {
-                let (conv, recurrent) = (part(delta.conv), part(delta.recurrent));
+                let conv = part(delta.conv);
+                let recurrent = part(delta.recurrent);
                 LayerState::DeltaNet(DeltaState { conv, recurrent, ..delta })
             }
         };
@@ -262,9 +263,15 @@ impl QwenState {
                 list.take().ok_or_else(|| DeviceError("no free state for another sequence".into()))?
             }
         };
-        let (pages, pool, free_arenas) = (Vec::new(), pool.clone(), free_arenas.clone());
-        let (tokens, kept_tokens) = (LastTokens::default(), kept_tokens(config));
-        let (len, next, verified, ahead) = (0, 0, 0, None);
+        let pages = Vec::new();
+        let pool = pool.clone();
+        let free_arenas = free_arenas.clone();
+        let tokens = LastTokens::default();
+        let kept_tokens = kept_tokens(config);
+        let len = 0;
+        let next = 0;
+        let verified = 0;
+        let ahead = None;
         Ok(Self {
             len,
             next,
@@ -290,7 +297,8 @@ impl QwenState {
 
     /// Takes the pages that `tokens` more tokens need.
     pub fn reserve_pages(&mut self, tokens: usize, backend: &mut dyn Backend) -> Result<(), ModelError> {
-        let (first, missing) = (self.pages.len(), self.missing_pages(tokens));
+        let first = self.pages.len();
+        let missing = self.missing_pages(tokens);
         for _ in 0..missing {
             self.pages.push(Arc::new(KvPage::Pooled(self.pool.take()?)));
         }
@@ -400,7 +408,8 @@ impl QwenState {
             return Err(foreign_snapshot());
         }
         self.next = next as usize;
-        (self.len, self.verified) = (snapshot.len, 0);
+        self.len = snapshot.len;
+        self.verified = 0;
         Ok(())
     }
 }
@@ -437,7 +446,8 @@ impl SequenceState for QwenState {
 
 impl Drop for QwenState {
     fn drop(&mut self) {
-        let (layers, rings) = (std::mem::take(&mut self.layers), std::mem::take(&mut self.rings));
+        let layers = std::mem::take(&mut self.layers);
+        let rings = std::mem::take(&mut self.rings);
         self.free_arenas.lock().free.push(Arena { number: self.number, layers, rings, table: self.table });
     }
 }
@@ -448,10 +458,12 @@ fn recent_regions(
     shape: &AttentionShape,
     positions: Range<usize>,
 ) -> impl Iterator<Item = Region> {
-    let (heads, ring) = (shape.kv_heads, shape.recent);
+    let heads = shape.kv_heads;
+    let ring = shape.recent;
     let row = ring.map_or(0, |ring| ring.format.row_bytes(shape.dim));
     kv_caches(layers).filter(move |_| ring.is_some()).flat_map(|cache| cache.recent).flat_map(move |cache| {
-        let (positions, capacity) = (positions.clone(), ring.map_or(1, |ring| ring.capacity));
+        let positions = positions.clone();
+        let capacity = ring.map_or(1, |ring| ring.capacity);
         (0..heads).flat_map(move |head| {
             let end = positions.end;
             let part = move |first: usize| {
@@ -496,8 +508,10 @@ fn allocate(
     backend: &mut dyn Backend,
 ) -> Result<Vec<Arena>, DeviceError> {
     let d = &config.delta;
-    let (table, ring) = (backend.allocate(count * shape.pages() * 4)?, count * shape.recent_bytes());
-    let (mut pages, mut index_pages) = (pool.layers.iter(), pool.index.iter());
+    let table = backend.allocate(count * shape.pages() * 4)?;
+    let ring = count * shape.recent_bytes();
+    let mut pages = pool.layers.iter();
+    let mut index_pages = pool.index.iter();
     let mut rings = Rings::default();
     for (capacity, width, keep) in ring_sizes(config, backend.limits().max_mixer_rows.min(MAX_RING_BLOCK)) {
         let ring = RowRing { rows: backend.allocate(count * capacity * width * 4)?, width, keep };

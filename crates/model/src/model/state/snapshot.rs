@@ -30,7 +30,8 @@ pub struct SnapshotSize {
 impl SnapshotSize {
     /// Number of bytes of a snapshot of `len` positions that shares its first `shared` positions with other snapshots.
     pub fn bytes(&self, len: usize, shared: usize) -> u64 {
-        let (pages, rows) = (len / PAGE - len.min(shared) / PAGE, len % PAGE);
+        let pages = len / PAGE - len.min(shared) / PAGE;
+        let rows = len % PAGE;
         self.state + pages as u64 * self.page.bytes(PAGE) + self.page.bytes(rows)
     }
 }

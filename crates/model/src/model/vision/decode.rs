@@ -108,7 +108,8 @@ pub fn decode(encoded: &[u8]) -> Result<RgbImage, ImageError> {
     let mut image = DynamicImage::from_decoder(decoder).map_err(damaged)?;
     image.apply_orientation(orientation);
     keep_high_bytes(&mut image);
-    let (width, height) = (image.width() as usize, image.height() as usize);
+    let width = image.width() as usize;
+    let height = image.height() as usize;
     let data = if image.color().has_alpha() { on_white(&image.into_rgba8()) } else { image.into_rgb8().into_raw() };
     Ok(RgbImage { width, height, data })
 }
@@ -220,7 +221,8 @@ mod tests {
         {
             let expected = stages.tensor(&format!("{name}.rgb")).unwrap();
             let encoded = file(file_name);
-            let (found, header) = (decode(&encoded).unwrap(), ImageHeader::read(&encoded).unwrap());
+            let found = decode(&encoded).unwrap();
+            let header = ImageHeader::read(&encoded).unwrap();
             assert_eq!([found.height, found.width, 3], expected.shape(), "{name}");
             assert_eq!((header.height as usize, header.width as usize), (found.height, found.width), "{name}");
             let worst = found.data.iter().zip(expected.data()).map(|(a, b)| a.abs_diff(*b)).max().unwrap();

@@ -62,7 +62,8 @@ pub fn place_images(ids: Vec<u32>, images: &[Arc<Image>], placeholder: u32) -> O
     if ids.iter().filter(|id| **id == placeholder).count() != images.len() {
         return None;
     }
-    let (mut expanded, mut placed) = (Vec::with_capacity(ids.len()), Vec::with_capacity(images.len()));
+    let mut expanded = Vec::with_capacity(ids.len());
+    let mut placed = Vec::with_capacity(images.len());
     let mut images = images.iter();
     for id in ids {
         match (id == placeholder).then(|| images.next()).flatten() {

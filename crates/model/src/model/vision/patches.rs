@@ -18,7 +18,8 @@ pub fn block_order(rows: usize, columns: usize, merge: usize) -> Vec<(usize, usi
 /// The normalised patches `[patches, channels * frames * patch * patch]`. All frames of a patch are the same still
 /// image.
 pub fn patches(image: &RgbImage, config: &VisionConfig, limits: &ImageLimits) -> Vec<f32> {
-    let (patch, table) = (config.patch, normalised(limits));
+    let patch = config.patch;
+    let table = normalised(limits);
     let order = block_order(image.height / patch, image.width / patch, config.merge);
     let mut out = Vec::with_capacity(order.len() * config.patch_values());
     for (row, column) in order {
@@ -41,7 +42,8 @@ pub fn patches(image: &RgbImage, config: &VisionConfig, limits: &ImageLimits) ->
 /// `(value / 255 - mean) / std` for each channel and value.
 fn normalised(limits: &ImageLimits) -> [[f32; 256]; CHANNELS] {
     std::array::from_fn(|channel| {
-        let (mean, std) = (limits.mean[channel], limits.std[channel]);
+        let mean = limits.mean[channel];
+        let std = limits.std[channel];
         std::array::from_fn(|value| ((value as f64 * (1.0 / 255.0)) as f32 - mean) / std)
     })
 }

@@ -127,7 +127,8 @@ mod tests {
     fn gif_loses_only_application_extensions() {
         let head = [&b"GIF89a"[..], &[1, 0, 1, 0, 0x80, 0, 0], &[9; 6]].concat();
         let application = [&[0x21, 0xff, 3][..], b"XMP", &[2, 0x21, 0x2c, 0]].concat();
-        let (control, image) = ([0x21, 0xf9, 4, 1, 2, 3, 4, 0], [0x2c, 0x21, 0xff, 1, 1, 0, 0x3b]);
+        let control = [0x21, 0xf9, 4, 1, 2, 3, 4, 0];
+        let image = [0x2c, 0x21, 0xff, 1, 1, 0, 0x3b];
         let file = [&head[..], &application, &control, &application, &image].concat();
         assert_eq!(read(PixelBlocks::of_gif(&file)), [&head[..], &control, &image].concat());
         (0..file.len()).for_each(|len| drop(read(PixelBlocks::of_gif(&file[..len]))));

@@ -56,7 +56,8 @@ impl ImageProcessor {
             return Ok(known);
         }
         let decoded = decode::decode(encoded)?;
-        let (width, height) = (decoded.width as u32, decoded.height as u32);
+        let width = decoded.width as u32;
+        let height = decoded.height as u32;
         let ratio = ImageError::Ratio { width, height, max: MAX_RATIO };
         let (height, width) = target_size(height, width, &limits).ok_or(ratio)?;
         let pixels = decoded.resized(height, width);

@@ -32,12 +32,16 @@ pub struct RgbImage {
 /// The sizes are those of transformers, except where those exceed the limit: for images that are thinner than one token,
 /// and for a lower limit that is close to the upper limit.
 pub fn target_size(height: u32, width: u32, limits: &ImageLimits) -> Option<(usize, usize)> {
-    let (longer, shorter) = (height.max(width), height.min(width));
+    let longer = height.max(width);
+    let shorter = height.min(width);
     if shorter == 0 || u64::from(longer) > u64::from(shorter) * u64::from(MAX_RATIO) {
         return None;
     }
-    let (h, w, factor) = (f64::from(height), f64::from(width), limits.factor as f64);
-    let (min, max) = (limits.min_pixels as f64, limits.max_pixels as f64);
+    let h = f64::from(height);
+    let w = f64::from(width);
+    let factor = limits.factor as f64;
+    let min = limits.min_pixels as f64;
+    let max = limits.max_pixels as f64;
     let tokens = |scale: &dyn Fn(f64) -> f64| [h, w].map(scale);
     let pixels = |[high, wide]: [f64; 2]| high * factor * (wide * factor);
     let mut sides = tokens(&|side| (side / factor).round_ties_even());
@@ -81,8 +85,10 @@ impl RgbImage {
     }
 
     fn resized_columns(&self, height: usize) -> Self {
-        let (taps, row) = (Taps::new(self.height, height), self.width * CHANNELS);
-        let (mut data, mut sums) = (vec![0; height * row], vec![0i32; row]);
+        let taps = Taps::new(self.height, height);
+        let row = self.width * CHANNELS;
+        let mut data = vec![0; height * row];
+        let mut sums = vec![0i32; row];
         for (to, (first, weights)) in data.chunks_exact_mut(row).zip(taps.iter()) {
             sums.fill(1 << (FRACTION - 1));
             for (near, weight) in self.data[first * row..].chunks_exact(row).zip(weights) {

@@ -48,7 +48,8 @@ impl VisionTower {
         let pixels = &image.pixels;
         let grid = Grid { rows: pixels.height / config.patch, columns: pixels.width / config.patch };
         let order = block_order(grid.rows, grid.columns, config.merge);
-        let (count, hidden) = (order.len(), config.hidden);
+        let count = order.len();
+        let hidden = config.hidden;
 
         let x = weights.tensor(patches(pixels, config, limits), &[count, config.patch_values()])?;
         let x = weights.patch_embed(config)?.forward(&x)?;
@@ -72,7 +73,8 @@ impl VisionTower {
 
     /// Number of bytes of memory that the computation of an image of this many tokens needs.
     pub fn workspace(config: &VisionConfig, tokens: usize) -> u64 {
-        let (patches, hidden) = (tokens * config.merge.pow(2), config.hidden);
+        let patches = tokens * config.merge.pow(2);
+        let hidden = config.hidden;
         let wide = hidden * config.merge.pow(2);
         let block = 4 * hidden * hidden + 2 * hidden * config.intermediate;
         let weights = block.max(wide * (wide + config.out_hidden)) + config.intermediate * hidden;
@@ -84,18 +86,21 @@ impl VisionTower {
     /// The position embedding of each patch, `[patches, hidden]`: bilinear interpolation of the table. The corners of
     /// the image map to the corners of the table.
     fn positions(&self, grid: Grid, order: &[(usize, usize)]) -> Result<Vec<f32>, ModelError> {
-        let (table, side, hidden) =
-            (self.weights.position_table(&self.config)?, self.config.table_side, self.config.hidden);
+        let table = self.weights.position_table(&self.config)?;
+        let side = self.config.table_side;
+        let hidden = self.config.hidden;
         let taps = |index: usize, count: usize| {
             let source = index as f32 * (side - 1) as f32 / (count - 1).max(1) as f32;
-            let (low, fraction) = (source as usize, source - source.floor());
+            let low = source as usize;
+            let fraction = source - source.floor();
             [(low, 1.0 - fraction), ((low + 1).min(side - 1), fraction)]
         };
         let mut out = vec![0.0; order.len() * hidden];
         for (out, (row, column)) in out.chunks_exact_mut(hidden).zip(order) {
             for (y, of_row) in taps(*row, grid.rows) {
                 for (x, of_column) in taps(*column, grid.columns) {
-                    let (weight, entry) = (of_row * of_column, &table[(y * side + x) * hidden..]);
+                    let weight = of_row * of_column;
+                    let entry = &table[(y * side + x) * hidden..];
                     out.iter_mut().zip(entry).for_each(|(sum, value)| *sum += value * weight);
                 }
             }
@@ -120,7 +125,8 @@ impl VisionTower {
 
     /// `proj(softmax(q k^T / sqrt(head_dim)) v)` over all patches.
     fn attention(&self, block: &Block, x: &Tensor, (cos, sin): (&Tensor, &Tensor)) -> Result<Tensor, ModelError> {
-        let (heads, dim) = (self.config.heads, self.config.head_dim());
+        let heads = self.config.heads;
+        let dim = self.config.head_dim();
         let (count, hidden) = x.dims2()?;
         let scale = (dim as f64).powf(-0.5);
         // `[3 heads, patches, dim]`: all q, all k, all v.
@@ -128,14 +134,16 @@ impl VisionTower {
         let qk = rope(&qkv.narrow(0, 0, 2 * heads)?.contiguous()?.unsqueeze(0)?.to_dtype(DType::F32)?, cos, sin)?;
         let qk = qk.to_dtype(x.dtype())?;
         let y = if self.weights.device.is_metal() && FUSED_HEADS.contains(&dim) {
-            let (q, k) = (qk.narrow(1, 0, heads)?.contiguous()?, qk.narrow(1, heads, heads)?.contiguous()?);
+            let q = qk.narrow(1, 0, heads)?.contiguous()?;
+            let k = qk.narrow(1, heads, heads)?.contiguous()?;
             let v = qkv.narrow(0, 2 * heads, heads)?.contiguous()?.unsqueeze(0)?;
             let y = sdpa(&q, &k, &v, None, false, scale as f32, 1.0)?;
             y.squeeze(0)?.transpose(0, 1)?.reshape((count, hidden))?
         } else {
             let mut outputs = Vec::with_capacity(heads);
             for head in 0..heads {
-                let (q, k) = (qk.i((0, head))?, qk.i((0, heads + head))?.t()?);
+                let q = qk.i((0, head))?;
+                let k = qk.i((0, heads + head))?.t()?;
                 let v = qkv.i(2 * heads + head)?;
                 let rows = (SCORES / count).max(16);
                 outputs.push(by_rows(&q, rows, |q| softmax(q.matmul(&k)?, scale)?.matmul(&v))?);

@@ -58,7 +58,8 @@ impl Code {
     fn read(bits: &mut Bits, alphabet: usize) -> Option<Self> {
         let mut lengths = vec![0; alphabet];
         if bits.flag()? {
-            let (has_two, is_long) = (bits.flag()?, bits.flag()?);
+            let has_two = bits.flag()?;
+            let is_long = bits.flag()?;
             *lengths.get_mut(bits.read(if is_long { 8 } else { 1 })?)? = 1;
             if has_two {
                 *lengths.get_mut(bits.read(8)?)? = 1;
@@ -75,7 +76,8 @@ impl Code {
             let width = 2 + 2 * bits.read(3)?;
             left = 2 + bits.read(width)?;
         }
-        let (mut at, mut previous) = (0, 8);
+        let mut at = 0;
+        let mut previous = 8;
         while at < alphabet && left > 0 {
             left -= 1;
             let (repeat, length) = match code.symbol(bits)? {
@@ -98,7 +100,9 @@ impl Code {
         if let [only] = self.symbols[..] {
             return Some(only);
         }
-        let (mut code, mut first, mut index) = (0, 0, 0);
+        let mut code = 0;
+        let mut first = 0;
+        let mut index = 0;
         for count in &self.counts[1..] {
             code |= bits.read(1)?;
             if code < first + count {
@@ -149,7 +153,8 @@ fn read_prefixed(bits: &mut Bits, symbol: usize) -> Option<usize> {
 fn skip_image(bits: &mut Bits, pixels: usize) -> Option<usize> {
     let cache = read_cache(bits)?;
     let [green, red, blue, alpha, distance] = read_group(bits, cache)?;
-    let (mut at, mut largest) = (0, 0);
+    let mut at = 0;
+    let mut largest = 0;
     while at < pixels {
         let symbol = green.symbol(bits)?;
         if symbol < 256 {
@@ -223,7 +228,8 @@ fn chunks(mut rest: &[u8]) -> impl Iterator<Item = (&[u8], &[u8])> {
     std::iter::from_fn(move || {
         let (head, after) = rest.split_first_chunk::<8>()?;
         let len = u32::from_le_bytes([head[4], head[5], head[6], head[7]]) as usize;
-        let (kind, content) = (&rest[..4], &after[..len.min(after.len())]);
+        let kind = &rest[..4];
+        let content = &after[..len.min(after.len())];
         rest = after.get(len.saturating_add(len % 2)..).unwrap_or_default();
         Some((kind, content))
     })
@@ -234,7 +240,8 @@ fn chunks(mut rest: &[u8]) -> impl Iterator<Item = (&[u8], &[u8])> {
 pub fn table_bytes(file: &[u8], size: [usize; 2]) -> usize {
     let first = |file: &[u8], size: [usize; 2]| {
         let find = |kind: &[u8]| chunks(file).find(|chunk| chunk.0 == kind).map(|chunk| chunk.1);
-        let (mut pixels, mut alpha) = (0, 0);
+        let mut pixels = 0;
+        let mut alpha = 0;
         find(b"VP8L").and_then(|stream| add_tables(stream, None, &mut pixels));
         // The two low bits of the first byte of transparency are 1 if it is compressed.
         let transparency =

@@ -50,7 +50,8 @@ impl TowerWeights {
     pub fn open(index: Index) -> Result<Option<Self>, ModelError> {
         let from = Checkpoint::open_as(index, &Value::Null, vision_name)?;
         let has_tower = from.has(&format!("{VISION_TOWER}patch_embed.proj.weight"));
-        let (device, dtype) = (Device::Cpu, DType::F32);
+        let device = Device::Cpu;
+        let dtype = DType::F32;
         let threads = Arc::new(Threads::new(1));
         Ok(has_tower.then(|| Self { from, device, dtype, threads, kept: RefCell::default() }))
     }
@@ -72,7 +73,8 @@ impl TowerWeights {
         let norm = |path: &str, len: usize| {
             self.vector(&format!("{path}.weight"), len).and_then(|_| self.vector(&format!("{path}.bias"), len))
         };
-        let (hidden, wide) = (config.hidden, config.hidden * config.merge.pow(2));
+        let hidden = config.hidden;
+        let wide = config.hidden * config.merge.pow(2);
         for index in 0..config.depth {
             let path = format!("blocks.{index}");
             norm(&format!("{path}.norm1"), hidden)?;
@@ -119,7 +121,8 @@ impl TowerWeights {
     }
 
     fn read_block(&self, path: &str, config: &VisionConfig) -> Result<Block, ModelError> {
-        let (hidden, intermediate) = (config.hidden, config.intermediate);
+        let hidden = config.hidden;
+        let intermediate = config.intermediate;
         Ok(Block {
             norm1: self.norm(&format!("{path}.norm1"), hidden)?,
             qkv: self.linear(&format!("{path}.attn.qkv"), 3 * hidden, hidden)?,
@@ -144,13 +147,15 @@ impl TowerWeights {
     /// The convolution that embeds patches, as a matrix. This is possible because the convolution's stride is its
     /// width.
     pub fn patch_embed(&self, config: &VisionConfig) -> Result<Linear, ModelError> {
-        let (rows, cols) = (config.hidden, config.patch_values());
+        let rows = config.hidden;
+        let cols = config.patch_values();
         let channels_last = self.patch_shape(config)?;
         let stored = self.vector("patch_embed.proj.weight", rows * cols)?;
         let weight = if channels_last {
             // MLX's layout [rows, frames, patch, patch, channels].
             let column = |row: usize, col: usize| {
-                let (channel, pixel) = (col / (cols / CHANNELS), col % (cols / CHANNELS));
+                let channel = col / (cols / CHANNELS);
+                let pixel = col % (cols / CHANNELS);
                 stored[row * cols + pixel * CHANNELS + channel]
             };
             (0..rows).flat_map(|row| (0..cols).map(move |col| (row, col))).map(|(row, col)| column(row, col)).collect()

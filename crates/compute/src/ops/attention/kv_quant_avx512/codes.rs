@@ -108,8 +108,10 @@ pub(super) unsafe fn scales(at: *const u8, stride: usize, to: &mut [[__m512; 2]]
 #[inline]
 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")]
 fn transpose_quarters(v: [__m512i; 4]) -> [__m512i; 4] {
-    let (a, b) = (_mm512_unpacklo_epi32(v[0], v[1]), _mm512_unpacklo_epi32(v[2], v[3]));
-    let (c, d) = (_mm512_unpackhi_epi32(v[0], v[1]), _mm512_unpackhi_epi32(v[2], v[3]));
+    let a = _mm512_unpacklo_epi32(v[0], v[1]);
+    let b = _mm512_unpacklo_epi32(v[2], v[3]);
+    let c = _mm512_unpackhi_epi32(v[0], v[1]);
+    let d = _mm512_unpackhi_epi32(v[2], v[3]);
     [_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b), _mm512_unpacklo_epi64(c, d), _mm512_unpackhi_epi64(c, d)]
 }
 
@@ -126,7 +128,8 @@ pub(super) unsafe fn signed_bytes(at: *const u8, bits: usize) -> __m512i {
     }
     // SAFETY: guaranteed by the caller.
     let both = unsafe { _mm256_loadu_si256(at.cast()) };
-    let (mask, high) = (_mm256_set1_epi8(15), _mm256_srli_epi16::<4>(both));
+    let mask = _mm256_set1_epi8(15);
+    let high = _mm256_srli_epi16::<4>(both);
     let low = _mm512_castsi256_si512(_mm256_and_si256(both, mask));
     let codes = _mm512_inserti64x4::<1>(low, _mm256_and_si256(high, mask));
     // The 16-byte parts of `codes` hold values 0..16, 32..48, 16..32 and 48..64. The shuffle puts them in order.

@@ -40,11 +40,15 @@ pub fn cases(b: &mut KernelCheck<'_, impl Driver>) -> Result<(), DeviceError> {
 /// Checks that rows of two sequences give the same bytes in one launch as in one launch per row.
 fn rows_of_sequences(b: &mut KernelCheck<'_, impl Driver>, shape: &AttentionShape) -> Result<(), DeviceError> {
     // Row 0 belongs to sequence 1, row 1 to sequence 0.
-    let (dim, starts, values) = (shape.dim, [261, 40], shape.heads * shape.dim);
+    let dim = shape.dim;
+    let starts = [261, 40];
+    let values = shape.heads * shape.dim;
     let proj = b.random(2 * shape.width())?;
     let rope: Vec<f32> = (0..shape.rope_dim).flat_map(|i| [(i as f32).cos(), (i as f32).sin()]).collect();
     let norm_rope = QkNormRope { q_norm: b.random(dim)?, k_norm: b.random(dim)?, rope_table: b.floats(&rope)? };
-    let (q, together, alone) = (b.buffer(2 * values)?, b.buffer(2 * values)?, b.buffer(2 * values)?);
+    let q = b.buffer(2 * values)?;
+    let together = b.buffer(2 * values)?;
+    let alone = b.buffer(2 * values)?;
     let partials = b.buffer(2 * shape.heads * max_splits(shape.context) * (dim + 2))?;
     let pages = 2 * shape.pages();
     let mut caches = [Region::default(); 2];
@@ -60,7 +64,8 @@ fn rows_of_sequences(b: &mut KernelCheck<'_, impl Driver>, shape: &AttentionShap
     let rows = SequenceRows { starts: [40, 261], table: b.words(&[1, 261, 0, 40])? };
     let write = KvWrite { shape, start: 0, tokens: 2, proj, norm_rope, q, cache };
     let attention = Attention { shape, start: 0, tokens: 2, q, cache, proj, partials, y: together };
-    let (mut ran, on_tiles) = (Vec::new(), b.gpu.attends_on_tiles());
+    let mut ran = Vec::new();
+    let on_tiles = b.gpu.attends_on_tiles();
     for launch in (AttentionRows { write, attention, rows }).launches(2, on_tiles) {
         ran.extend(b.launch(launch));
     }
@@ -70,7 +75,9 @@ fn rows_of_sequences(b: &mut KernelCheck<'_, impl Driver>, shape: &AttentionShap
         let table = table.rows(number, 1, shape.pages());
         let recent = recent.map(|ring| ring.part(number * shape.recent_bytes(), shape.recent_bytes()));
         let cache = KvCache { table, recent, ..cache };
-        let (proj, q, y) = (of(proj, shape.width()), of(q, values), of(alone, values));
+        let proj = of(proj, shape.width());
+        let q = of(q, values);
+        let y = of(alone, values);
         let norm_rope = QkNormRope { rope_table: of(norm_rope.rope_table, shape.rope_dim), ..norm_rope };
         b.launch(KvWrite { shape, start, tokens: 1, proj, norm_rope, q, cache }.launch());
         let attention = Attention { shape, start, tokens: 1, q, cache, proj, partials, y };
@@ -78,7 +85,8 @@ fn rows_of_sequences(b: &mut KernelCheck<'_, impl Driver>, shape: &AttentionShap
             b.launch(launch);
         }
     }
-    let (found, expected) = (b.on_gpu(together)?, b.on_gpu(alone)?);
+    let found = b.on_gpu(together)?;
+    let expected = b.on_gpu(alone)?;
     b.record(&ran, if found == expected { 0.0 } else { f64::INFINITY }, CLOSE);
     Ok(())
 }
@@ -92,7 +100,8 @@ fn quantized_kv(b: &mut KernelCheck<'_, impl Driver>, dim: usize, format: KvForm
     let proj = b.random(tokens * shape.width())?;
     let rope: Vec<f32> = (0..tokens * shape.rope_dim / 2).flat_map(|i| [(i as f32).cos(), (i as f32).sin()]).collect();
     let norm_rope = QkNormRope { q_norm: b.random(dim)?, k_norm: b.random(dim)?, rope_table: b.floats(&rope)? };
-    let (q, y) = (b.buffer(tokens * shape.heads * dim)?, b.buffer(tokens * shape.heads * dim)?);
+    let q = b.buffer(tokens * shape.heads * dim)?;
+    let y = b.buffer(tokens * shape.heads * dim)?;
     let partials = b.buffer(shape.partials(tokens - 2, 2))?;
     let mut empty = |bytes: usize| b.bytes(&vec![0; bytes]);
     let cache = KvCache {
@@ -107,7 +116,8 @@ fn quantized_kv(b: &mut KernelCheck<'_, impl Driver>, dim: usize, format: KvForm
     b.cpu.execute(&op.into())?;
     let ran = b.launch(op.launch());
     for region in [q, cache.recent[0], cache.recent[1]] {
-        let (expected, found) = (b.on_cpu(region)?, b.on_gpu(region)?);
+        let expected = b.on_cpu(region)?;
+        let found = b.on_gpu(region)?;
         b.record(&ran, difference(&found, &expected), CLOSE);
     }
     for region in [cache.keys, cache.values] {
@@ -126,8 +136,10 @@ fn quantized_kv(b: &mut KernelCheck<'_, impl Driver>, dim: usize, format: KvForm
         b.cpu.write(region, bytemuck::cast_slice(&found))?;
     }
     // Computes attention for the last two rows, which read the ring and one block of quantized rows.
-    let (start, width) = (tokens - 2, shape.heads * dim);
-    let (q, proj) = (q.rows(start, 2, width), proj.rows(start, 2, shape.width()));
+    let start = tokens - 2;
+    let width = shape.heads * dim;
+    let q = q.rows(start, 2, width);
+    let proj = proj.rows(start, 2, shape.width());
     let y = y.floats(2 * width);
     let op = Attention { shape, start, tokens: 2, q, cache, proj, partials, y };
     b.cpu.execute(&op.into())?;
@@ -154,7 +166,8 @@ fn case(
     let rope: Vec<f32> = (0..tokens * shape.rope_dim / 2).flat_map(|i| [(i as f32).cos(), (i as f32).sin()]).collect();
     let norm_rope = QkNormRope { q_norm: b.random(dim)?, k_norm: b.random(dim)?, rope_table: b.floats(&rope)? };
     let queries = tokens * shape.heads * dim;
-    let (q, y) = (b.buffer(queries)?, b.buffer(queries)?);
+    let q = b.buffer(queries)?;
+    let y = b.buffer(queries)?;
     let partials = b.buffer(shape.partials(start, tokens))?;
     let mut caches = [Region::default(); 2];
     for cache in &mut caches {

@@ -43,7 +43,10 @@ fn case(
     calls: &[usize],
     alike: bool,
 ) -> Result<(), DeviceError> {
-    let (heads, kv_heads, dim, rope_dim) = (4, 2, 40, indexer.rope_dim);
+    let heads = 4;
+    let kv_heads = 2;
+    let dim = 40;
+    let rope_dim = indexer.rope_dim;
     let shape = &AttentionShape { heads, kv_heads, dim, rope_dim, eps: 1e-6, context: CONTEXT, format, recent: None };
     let table = b.words(&[1, 0])?;
     let mut cache = || b.bytes(&vec![0; shape.cache_bytes()]);
@@ -64,15 +67,16 @@ fn case(
         let turn = (start * rope_dim / 2..(start + tokens) * rope_dim / 2).map(angle);
         let rope_table = b.floats(&turn.flat_map(|angle| [angle.cos(), angle.sin()]).collect::<Vec<_>>())?;
         let norm_rope = |at: usize| QkNormRope { q_norm: norms[at], k_norm: norms[at + 1], rope_table };
-        let index = match alike {
-            true => {
-                let row = |at: usize| repeated.chunks_exact(indexer.width()).cycle().nth(at).unwrap_or_default();
-                b.floats(&(start..start + tokens).flat_map(row).copied().collect::<Vec<_>>())?
-            }
-            false => b.random(tokens * indexer.width())?,
+        let index = if alike {
+            let row = |at: usize| repeated.chunks_exact(indexer.width()).cycle().nth(at).unwrap_or_default();
+            b.floats(&(start..start + tokens).flat_map(row).copied().collect::<Vec<_>>())?
+        } else {
+            b.random(tokens * indexer.width())?
         };
-        let (proj, values) = (b.random(tokens * shape.width())?, tokens * heads * dim);
-        let (q, y) = (b.buffer(values)?, b.buffer(values)?);
+        let proj = b.random(tokens * shape.width())?;
+        let values = tokens * heads * dim;
+        let q = b.buffer(values)?;
+        let y = b.buffer(values)?;
         let write = KvWrite { shape, start, tokens, proj, norm_rope: norm_rope(0), q, cache };
         b.cpu.execute(&write.into())?;
         // Both devices attend over the CPU's queries, keys and values.
@@ -93,14 +97,18 @@ fn case(
 fn compare(b: &mut KernelCheck<'_, impl Driver>, op: &BlockAttention<'_>) -> Result<(), DeviceError> {
     b.cpu.execute(&op.into())?;
     let on_cpu = std::mem::take(&mut b.cpu.scratch.selection);
-    let (shape, tokens) = (op.indexer, op.attention.tokens);
-    let (width, row_scores) = (shape.heads * shape.dim, on_cpu.scores.len() / tokens);
+    let shape = op.indexer;
+    let tokens = op.attention.tokens;
+    let width = shape.heads * shape.dim;
+    let row_scores = on_cpu.scores.len() / tokens;
     for part in op.parts(MAX_PART) {
         let [rows, score, select, attend] = part.part_launches().map(|launch| b.launch(launch));
-        let (first, count) = (part.attention.start - op.attention.start, part.attention.tokens);
+        let first = part.attention.start - op.attention.start;
+        let count = part.attention.tokens;
         let [queries, selected, scores] = part.scratch();
         b.expect(CLOSE, &rows, queries, &on_cpu.queries[first * width..][..count * width])?;
-        let (selected, scores) = (b.on_gpu(selected)?, b.on_gpu(scores)?);
+        let selected = b.on_gpu(selected)?;
+        let scores = b.on_gpu(scores)?;
         for row in 0..count {
             let (closed, chosen) = part.closed(part.attention.start + row);
             let found = selected[row * shape.blocks..][..chosen].iter().map(|block| block.to_bits());

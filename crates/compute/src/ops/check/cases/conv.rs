@@ -34,17 +34,24 @@ pub fn cases(b: &mut KernelCheck<'_, impl Driver>) -> Result<(), DeviceError> {
 }
 
 fn case(b: &mut KernelCheck<'_, impl Driver>, shape: &DeltaShape) -> Result<(), DeviceError> {
-    let (tokens, channels, values) = (3, shape.channels(), shape.values());
+    let tokens = 3;
+    let channels = shape.channels();
+    let values = shape.values();
     let proj = b.random(tokens * shape.width())?;
     let replay = Replay { rows: 2, proj: b.random(2 * shape.width())?, mixed: b.random(2 * channels)? };
-    let (taps, state, out) = (b.random(4 * channels)?, b.random(3 * channels)?, b.buffer(tokens * channels)?);
+    let taps = b.random(4 * channels)?;
+    let state = b.random(3 * channels)?;
+    let out = b.buffer(tokens * channels)?;
     let committed = 2 + tokens;
     b.check(Conv { shape, tokens, proj, weight: taps, replay, committed, state, out }, &[out, state], &[])?;
-    let (mixed, rate) = (out, b.random.floats(shape.value_heads));
+    let mixed = out;
+    let rate = b.random.floats(shape.value_heads);
     let rate: Vec<f32> = rate.iter().map(|a| -a.exp()).collect();
     let decay = Decay { rate: b.floats(&rate)?, dt_bias: b.random(shape.value_heads)? };
-    let (state, norm) = (b.random(values * shape.key_dim)?, b.random(shape.value_dim)?);
-    let (out, y) = (b.buffer(tokens * values)?, b.buffer(tokens * values)?);
+    let state = b.random(values * shape.key_dim)?;
+    let norm = b.random(shape.value_dim)?;
+    let out = b.buffer(tokens * values)?;
+    let y = b.buffer(tokens * values)?;
     // Only the replayed rows go into the state.
     let committed = 2;
     b.check(

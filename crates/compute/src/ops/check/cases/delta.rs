@@ -37,20 +37,27 @@ fn case(
     codes: WeightFormat,
     tokens: usize,
 ) -> Result<(), DeviceError> {
-    let (hidden, channels, values, heads) = (192, shape.channels(), shape.values(), shape.value_heads);
+    let hidden = 192;
+    let channels = shape.channels();
+    let values = shape.values();
+    let heads = shape.value_heads;
     let mut rows = |rows| b.weight(codes, rows, hidden);
     let matrices = [rows(channels)?, rows(values)?, rows(heads)?, rows(heads)?];
     let last = [b.weight(codes, hidden, values)?];
     let norm = Some(Norm { weight: b.random(hidden)?, eps: 1e-6, keep: None });
-    let (taps, samples) = (b.random(4 * channels)?, b.random(3 * channels)?);
+    let taps = b.random(4 * channels)?;
+    let samples = b.random(3 * channels)?;
     let rate: Vec<f32> = b.random.floats(heads).iter().map(|a| -a.exp()).collect();
     let decay = Decay { rate: b.floats(&rate)?, dt_bias: b.random(heads)? };
-    let (state, gated) = (b.random(values * shape.key_dim)?, b.random(shape.value_dim)?);
+    let state = b.random(values * shape.key_dim)?;
+    let gated = b.random(shape.value_dim)?;
     let mut replay = Replay::default();
     for (tokens, committed) in [(2, 0), (tokens, 2 + tokens)] {
-        let (h, proj, mixed) =
-            (b.random(tokens * hidden)?, b.buffer(tokens * shape.width())?, b.buffer(tokens * channels)?);
-        let (out, y) = (b.buffer(tokens * values)?, b.buffer(tokens * values)?);
+        let h = b.random(tokens * hidden)?;
+        let proj = b.buffer(tokens * shape.width())?;
+        let mixed = b.buffer(tokens * channels)?;
+        let out = b.buffer(tokens * values)?;
+        let y = b.buffer(tokens * values)?;
         let in_proj = Linear { x: h, tokens, norm, matrices: &matrices, y: proj, add: false };
         let conv = Conv { shape, tokens, proj, weight: taps, replay, committed, state: samples, out: mixed };
         let rule = DeltaRule { shape, tokens, proj, mixed, decay, replay, committed, state, norm: gated, out, y };
@@ -67,7 +74,10 @@ fn rows_of_sequences(
     shape: &DeltaShape,
     codes: WeightFormat,
 ) -> Result<(), DeviceError> {
-    let (hidden, channels, values, heads) = (192, shape.channels(), shape.values(), shape.value_heads);
+    let hidden = 192;
+    let channels = shape.channels();
+    let values = shape.values();
+    let heads = shape.value_heads;
     let mut rows = |rows| b.weight(codes, rows, hidden);
     let matrices = [rows(channels)?, rows(values)?, rows(heads)?, rows(heads)?];
     let last = [b.weight(codes, hidden, values)?];
@@ -76,16 +86,22 @@ fn rows_of_sequences(
     let rate: Vec<f32> = b.random.floats(heads).iter().map(|a| -a.exp()).collect();
     let decay = Decay { rate: b.floats(&rate)?, dt_bias: b.random(heads)? };
     let gated = b.random(shape.value_dim)?;
-    let (sample, matrix) = (3 * channels, values * shape.key_dim);
+    let sample = 3 * channels;
+    let matrix = values * shape.key_dim;
     let mut twice = |count: usize| {
         let values = b.random.floats(count);
         Ok::<_, DeviceError>([b.floats(&values)?, b.floats(&values)?])
     };
-    let (h, samples, states) = (twice(2 * hidden)?, twice(2 * sample)?, twice(2 * matrix)?);
-    let (proj, mixed) = (b.buffer(2 * shape.width())?, b.buffer(2 * channels)?);
-    let (out, y) = (b.buffer(2 * values)?, b.buffer(2 * values)?);
+    let h = twice(2 * hidden)?;
+    let samples = twice(2 * sample)?;
+    let states = twice(2 * matrix)?;
+    let proj = b.buffer(2 * shape.width())?;
+    let mixed = b.buffer(2 * channels)?;
+    let out = b.buffer(2 * values)?;
+    let y = b.buffer(2 * values)?;
     let net = |tokens, h, samples, state| {
-        let (replay, committed) = (Replay::default(), 1);
+        let replay = Replay::default();
+        let committed = 1;
         let conv = Conv { shape, tokens, proj, weight, replay, committed, state: samples, out: mixed };
         DeltaNet {
             in_proj: Linear { x: h, tokens, norm, matrices: &matrices, y: proj, add: false },
@@ -102,13 +118,15 @@ fn rows_of_sequences(
     }
     for row in 0..2 {
         let number = 1 - row;
-        let (sample, state) = (samples[1].rows(number, 1, sample), states[1].rows(number, 1, matrix));
+        let sample = samples[1].rows(number, 1, sample);
+        let state = states[1].rows(number, 1, matrix);
         for launch in net(1, h[1].rows(row, 1, hidden), sample, state).launches() {
             b.launch(launch);
         }
     }
     for [together, alone] in [h, samples, states] {
-        let (found, expected) = (b.on_gpu(together)?, b.on_gpu(alone)?);
+        let found = b.on_gpu(together)?;
+        let expected = b.on_gpu(alone)?;
         b.record(&ran, if found == expected { 0.0 } else { f64::INFINITY }, CLOSE);
     }
     Ok(())

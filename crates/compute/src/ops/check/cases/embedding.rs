@@ -16,9 +16,12 @@ pub fn cases(b: &mut KernelCheck<'_, impl Driver>) -> Result<(), DeviceError> {
         let table = &b.weight(codes, 37, 256)?;
         let count = table.rows * table.cols;
         let ids: Vec<u32> = (0..table.rows as u32).collect();
-        let (ids, into, half) = (b.words(&ids)?, b.buffer(count)?, b.buffer(count.div_ceil(2))?);
+        let ids = b.words(&ids)?;
+        let into = b.buffer(count)?;
+        let half = b.buffer(count.div_ceil(2))?;
         b.check(Embedding { table, tokens: table.rows, ids, into }, &[into], &[])?;
-        let (expected, full) = (b.on_cpu(into)?, b.buffer(count)?);
+        let expected = b.on_cpu(into)?;
+        let full = b.buffer(count)?;
         let ran = b.launch(dequantize(table, Float::F32, full));
         b.expect(CLOSE, &ran, full, &expected)?;
         let ran = b.launch(dequantize(table, Float::F16, half.first(count * 2)));

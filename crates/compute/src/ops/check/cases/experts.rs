@@ -59,7 +59,8 @@ fn slots(
             }
         }
     }
-    let (slab, ranges) = (Arc::new(slab), [0..PER_SEGMENT * stride, segment..len]);
+    let slab = Arc::new(slab);
+    let ranges = [0..PER_SEGMENT * stride, segment..len];
     let table = ReservedBuffer::ExpertTable;
     b.cpu.adopt_segments(table, &slab, &ranges)?;
     // Both devices assign the same buffer numbers, so the GPU's regions of the segments are also valid on the CPU. The
@@ -78,7 +79,8 @@ fn case(b: &mut KernelCheck<'_, impl Driver>, codes: [WeightFormat; 3], inner: u
     let router = b.weight(any, SLOTS, HIDDEN)?;
     let layer = &MoeWeights { k: K, renormalise: true, router, shared: Some(shared), stacks: stacks.clone() };
 
-    let (x, weights) = (b.random(TOKENS * HIDDEN)?, b.random(TOKENS * (K + 1))?);
+    let x = b.random(TOKENS * HIDDEN)?;
+    let weights = b.random(TOKENS * (K + 1))?;
     let scores = b.buffer(TOKENS * layer.width())?;
     let matrices = [router, gate_up[0], gate_up[1], shared.result];
     let op = Linear { x, tokens: TOKENS, norm: None, matrices: &matrices, y: scores, add: false };

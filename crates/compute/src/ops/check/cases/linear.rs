@@ -52,8 +52,11 @@ fn product(
     norm: bool,
     allowed: f64,
 ) -> Result<(), DeviceError> {
-    let (cols, width) = (matrices[0].cols, matrices.iter().map(|matrix| matrix.rows).sum::<usize>());
-    let (x, weight, keep) = (b.random(tokens * cols)?, b.random(cols)?, b.buffer(tokens * cols)?);
+    let cols = matrices[0].cols;
+    let width = matrices.iter().map(|matrix| matrix.rows).sum::<usize>();
+    let x = b.random(tokens * cols)?;
+    let weight = b.random(cols)?;
+    let keep = b.buffer(tokens * cols)?;
     let y = b.random(tokens * width)?;
     let kept = norm.then_some(keep);
     let norm = norm.then_some(Norm { weight, eps: 1e-6, keep: kept });

@@ -18,9 +18,11 @@ pub fn cases(b: &mut KernelCheck<'_, impl Driver>) -> Result<(), DeviceError> {
         conv_norm: b.random(width)?,
         conv: b.random(shape.conv_width * width)?,
     };
-    let (history, mut start) = (b.random(shape.capacity * width)?, 0);
+    let history = b.random(shape.capacity * width)?;
+    let mut start = 0;
     for tokens in [5, 1, 7, 6] {
-        let (proj, streams) = (b.random(tokens * (width + shape.hidden))?, b.random(tokens * width)?);
+        let proj = b.random(tokens * (width + shape.hidden))?;
+        let streams = b.random(tokens * width)?;
         let gates = b.buffer(tokens * shape.streams)?;
         let op = NgramInject { shape, weights, start, tokens, proj, gates, history, streams };
         b.check(op, &[gates, history, streams], &[])?;

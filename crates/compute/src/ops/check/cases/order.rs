@@ -80,7 +80,8 @@ fn shared(b: &mut KernelCheck<'_, impl Driver>, weight: &Weight) -> Result<(), D
         *region = whole.part(at, part.len());
         at += part.len().next_multiple_of(16);
     }
-    let (x, y) = (b.random(SIDE)?, b.buffer(SIDE)?);
+    let x = b.random(SIDE)?;
+    let y = b.buffer(SIDE)?;
     b.cpu.execute(&product(x, weight, y))?;
     let expected = b.on_cpu(y)?;
     for negative in [false, true] {

@@ -6,7 +6,11 @@ use crate::{
 };
 
 pub fn cases(b: &mut KernelCheck<'_, impl Driver>) -> Result<(), DeviceError> {
-    let (tokens, experts, k, hidden, inner) = (3, 256, 8, 192, 21);
+    let tokens = 3;
+    let experts = 256;
+    let k = 8;
+    let hidden = 192;
+    let inner = 21;
     let affine = |bits| WeightFormat::Affine { bits, group: 64, scale: Float::Bf16 };
     let shared = SharedExpert {
         gate_up: [b.weight(affine(4), inner, hidden)?, b.weight(affine(4), inner, hidden)?],
@@ -18,10 +22,14 @@ pub fn cases(b: &mut KernelCheck<'_, impl Driver>) -> Result<(), DeviceError> {
     let table: Vec<u32> = (0..experts as u32).map(|expert| 7 * expert + 1).collect();
     for renormalise in [true, false] {
         let layer = &MoeWeights { k, renormalise, router, shared: Some(shared), stacks: stacks.clone() };
-        let (x, keep) = (b.random(tokens * hidden)?, b.buffer(tokens * hidden)?);
+        let x = b.random(tokens * hidden)?;
+        let keep = b.buffer(tokens * hidden)?;
         let norm = Some(Norm { weight: b.random(hidden)?, eps: 1e-6, keep: Some(keep) });
-        let (table, scores) = (b.words(&table)?, b.buffer(tokens * layer.width())?);
-        let (ids, slots, weights) = (b.buffer(tokens * k)?, b.buffer(tokens * k)?, b.buffer(tokens * (k + 1))?);
+        let table = b.words(&table)?;
+        let scores = b.buffer(tokens * layer.width())?;
+        let ids = b.buffer(tokens * k)?;
+        let slots = b.buffer(tokens * k)?;
+        let weights = b.buffer(tokens * (k + 1))?;
         let op = Router { layer, tokens, x, norm, skip_shared: false, table, scores, ids, slots, weights };
         b.check(op, &[keep, weights], &[ids, slots])?;
     }

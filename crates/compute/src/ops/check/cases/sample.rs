@@ -33,7 +33,9 @@ pub fn cases(b: &mut KernelCheck<'_, impl Driver>) -> Result<(), DeviceError> {
         let rows = [random.clone(), largest(&[BLOCK + 7, BLOCK + 8, 39]), largest(&[300, 301, 33]), rare];
         for (logits, choice) in rows.iter().flat_map(|row| choices.map(|choice| (row, choice))) {
             let Some(words) = Sample::scratch_words(&choice, count) else { continue };
-            let (logits, scratch, id) = (b.floats(logits)?, b.buffer(words)?, b.buffer(1)?);
+            let logits = b.floats(logits)?;
+            let scratch = b.buffer(words)?;
+            let id = b.buffer(1)?;
             b.check(Sample { choice, count, logits, scratch, id }, &[], &[id])?;
         }
     }

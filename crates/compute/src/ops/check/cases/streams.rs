@@ -39,17 +39,21 @@ fn read(
     layer: bool,
     allowed: f64,
 ) -> Result<(), DeviceError> {
-    let (width, rank, hidden) = (shape.width(), shape.rank, shape.hidden);
+    let width = shape.width();
+    let rank = shape.rank;
+    let hidden = shape.hidden;
     let mut weights = StreamMix {
         norm: b.random(width)?,
         down: b.weight(codes, rank, width)?,
         up: b.weight(codes, width, rank)?,
         inject: None,
     };
-    let (mut inject, mut zeroed) = (Region::default(), Region::default());
+    let mut inject = Region::default();
+    let mut zeroed = Region::default();
     if layer {
         weights.inject = Some(b.weight(codes, shape.count, width)?);
-        (inject, zeroed) = (b.buffer(tokens * shape.count)?, b.buffer(tokens * hidden)?);
+        inject = b.buffer(tokens * shape.count)?;
+        zeroed = b.buffer(tokens * hidden)?;
     }
     let low_width = if layer { shape.low_width() } else { rank };
     let buffers = StreamBuffers {
@@ -58,7 +62,8 @@ fn read(
         act: b.buffer(tokens * rank)?,
         gates: b.buffer(tokens * width)?,
     };
-    let (streams, out) = (b.random(tokens * width)?, b.buffer(tokens * hidden)?);
+    let streams = b.random(tokens * width)?;
+    let out = b.buffer(tokens * hidden)?;
     let op = ReadStreams { shape, tokens, weights: &weights, streams, buffers, out, inject, zeroed };
     let found = [buffers.normed, buffers.low, buffers.act, buffers.gates, out, inject, zeroed];
     b.check_within(allowed, &op, &found[..if layer { 7 } else { 5 }], &[])

@@ -70,8 +70,8 @@ impl x86::GroupDot for Maddubs {
             let mut sum = _mm256_setzero_si256();
             for at in (0..GROUP).step_by(64) {
                 let codes = load(codes.add(at / 2));
-                let (even, odd) =
-                    (_mm256_and_si256(codes, mask), _mm256_and_si256(_mm256_srli_epi16::<4>(codes), mask));
+                let even = _mm256_and_si256(codes, mask);
+                let odd = _mm256_and_si256(_mm256_srli_epi16::<4>(codes), mask);
                 sum = _mm256_add_epi32(sum, pair(even, odd, x.map(|x| x.add(at))));
             }
             sum
@@ -84,7 +84,8 @@ impl x86::GroupDot for Maddubs {
         unsafe {
             let mut sum = _mm256_setzero_si256();
             for at in (0..GROUP).step_by(32) {
-                let (codes, x) = (load(codes.add(at)), x.map(|x| x.add(at)));
+                let codes = load(codes.add(at));
+                let x = x.map(|x| x.add(at));
                 if WIDE {
                     // A byte is its lower nibble plus sixteen times its upper nibble.
                     let mask = _mm256_set1_epi8(15);

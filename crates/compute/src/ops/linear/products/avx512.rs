@@ -47,8 +47,8 @@ impl x86::GroupDot for Vnni {
             }
             for at in (0..GROUP).step_by(64) {
                 let codes = load(codes.add(at / 2));
-                let (even, odd) =
-                    (_mm256_and_si256(codes, mask), _mm256_and_si256(_mm256_srli_epi16::<4>(codes), mask));
+                let even = _mm256_and_si256(codes, mask);
+                let odd = _mm256_and_si256(_mm256_srli_epi16::<4>(codes), mask);
                 let mut part = _mm256_setzero_si256();
                 for x in x {
                     part = _mm256_dpbusd_epi32(_mm256_slli_epi32::<8>(part), even, load(x.add(at)));

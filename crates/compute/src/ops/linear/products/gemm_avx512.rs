@@ -74,7 +74,8 @@ unsafe fn block<const M: usize>(product: &AffineProduct<'_>, row: usize, tiles: 
 #[inline(always)]
 fn prefetch_rows(weight: &AffineWeight<'_>, row: usize, rows: usize, group: usize) {
     let (scales, biases) = weight.constants(row);
-    let (codes, constant) = (weight.group * weight.bits.saturating_sub(4) / 8, weight.float.bytes());
+    let codes = weight.group * weight.bits.saturating_sub(4) / 8;
+    let constant = weight.float.bytes();
     for (part, bytes) in [(scales, rows * constant), (biases, rows * constant), (weight.codes(row), rows * codes)] {
         let from = part.as_ptr().wrapping_add(rows * part.len() + bytes * group);
         for line in (0..bytes).step_by(64) {
@@ -97,7 +98,8 @@ unsafe fn all_inputs<const M: usize>(
     // The next rows are prefetched shortly before they are needed: by the last four inputs, and by a rest of one to
     // three inputs.
     let last_four = (inputs.len() / 4).saturating_sub(1);
-    let (whole, last) = (groups == (0..weight.groups()), groups.end == weight.groups());
+    let whole = groups == (0..weight.groups());
+    let last = groups.end == weight.groups();
     for (index, (inputs, outs)) in inputs.chunks(4).zip(outs.chunks(4)).enumerate() {
         // If all groups are computed at once, every four inputs reuse the same accumulators.
         let at = if whole { 0 } else { index * 4 * M * LANES };

@@ -55,7 +55,8 @@ unsafe fn pairs<const BITS: usize, const GROUP: usize>(
             // SAFETY: codes, constants and digits have a row's length. The caller allows writes to these outputs.
             unsafe {
                 let lanes = dot::<BITS, GROUP>(codes, constants, &input.digits);
-                let (a, b) = (_mm512_castps512_ps256(lanes), _mm512_extractf32x8_ps::<1>(lanes));
+                let a = _mm512_castps512_ps256(lanes);
+                let b = _mm512_extractf32x8_ps::<1>(lanes);
                 out.0.add(row).write(sum8_avx(a) * weight.global_scale);
                 out.0.add(row + 1).write(sum8_avx(b) * weight.global_scale);
             }
@@ -73,7 +74,8 @@ unsafe fn dot<const BITS: usize, const GROUP: usize>(
     x: &QuantizedRow<'_>,
 ) -> __m512 {
     let step = if BITS == 4 { GROUP / 2 } else { GROUP };
-    let (groups, padded) = (codes[0].len() / step, constants[0].len() / 2);
+    let groups = codes[0].len() / step;
+    let padded = constants[0].len() / 2;
     let mut lanes = _mm512_setzero_ps();
     for first in (0..groups).step_by(8) {
         let mut sums = [_mm512_setzero_si512(); 8];
@@ -128,7 +130,8 @@ unsafe fn partial<const BITS: usize, const GROUP: usize>(
     group: usize,
     x: &QuantizedRow<'_>,
 ) -> __m512i {
-    let (mask, mut total) = (_mm512_set1_epi8(15), _mm512_setzero_si512());
+    let mask = _mm512_set1_epi8(15);
+    let mut total = _mm512_setzero_si512();
     // SAFETY: codes and digits have this group (caller).
     unsafe {
         let digits =

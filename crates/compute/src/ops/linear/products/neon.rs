@@ -88,7 +88,8 @@ unsafe fn all_rows<D: ByteProducts>(product: &AffineProduct<'_>, scratch: &mut S
             loaded.unpack(weight, row);
         }
         for (input, out) in inputs.iter().zip(*outs) {
-            let (constants, x) = (&loaded.constants, &input.digits);
+            let constants = &loaded.constants;
+            let x = &input.digits;
             // SAFETY: codes, constants and digits have a row's length. The caller allows writes to this output.
             unsafe {
                 let sum = match weight.bits {
@@ -129,7 +130,8 @@ unsafe fn dot<D: ByteProducts, const BITS: usize>(
                 let dots = vcvtq_f32_s32(four(&sums[4 * half..4 * half + 4]));
                 let scale = vmulq_f32(vld1q_f32(scales.as_ptr().add(at)), vld1q_f32(x.scale.as_ptr().add(at)));
                 *lanes = vfmaq_f32(*lanes, dots, scale);
-                let (bias, sum) = (vld1q_f32(biases.as_ptr().add(at)), vld1q_f32(x.sum.as_ptr().add(at)));
+                let bias = vld1q_f32(biases.as_ptr().add(at));
+                let sum = vld1q_f32(x.sum.as_ptr().add(at));
                 *lanes = vfmaq_f32(*lanes, bias, sum);
             }
         }

@@ -44,7 +44,8 @@ impl<'a> AffineWeight<'a> {
     pub fn new(view: &WeightView<'a>) -> Option<Self> {
         let WeightFormat::Affine { bits, group, scale } = view.codes else { return None };
         let [codes, scales, biases] = view.parts;
-        let (bits, group) = (bits as usize, group as usize);
+        let bits = bits as usize;
+        let group = group as usize;
         Some(Self {
             bits,
             group,

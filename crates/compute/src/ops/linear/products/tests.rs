@@ -67,7 +67,9 @@ fn code(bytes: &[u8], bits: usize, index: usize) -> u32 {
 /// A naive version of the arithmetic that `products/mod.rs` documents.
 fn reference(weight: &OwnedWeight, x: &[f32]) -> Vec<f32> {
     let WeightFormat::Affine { bits, group, scale } = weight.codes else { panic!("affine only") };
-    let (bits, group, view) = (bits as usize, group as usize, weight.view());
+    let bits = bits as usize;
+    let group = group as usize;
+    let view = weight.view();
     let groups = weight.cols / group;
     let levels = ((1u64 << 31) - 1) / (group as u64 * ((1 << bits) - 1));
     let levels = levels.min(1 << 21) as f32;
@@ -77,7 +79,11 @@ fn reference(weight: &OwnedWeight, x: &[f32]) -> Vec<f32> {
             let codes = &view.parts[0][row * weight.cols * bits / 8..];
             let mut lanes = [0f32; 8];
             for g in 0..groups.next_multiple_of(8) {
-                let (mut dot, mut total, mut sx, mut sw, mut bw) = (0i64, 0i64, 0f32, 0f32, 0f32);
+                let mut dot = 0i64;
+                let mut total = 0i64;
+                let mut sx = 0f32;
+                let mut sw = 0f32;
+                let mut bw = 0f32;
                 if g < groups {
                     let x = &x[g * group..(g + 1) * group];
                     let max = x.iter().fold(0f32, |max, x| max.max(x.abs()));
@@ -174,7 +180,8 @@ fn every_isa_gives_the_reference_bytes() {
 
 #[test]
 fn requantized_rows_replace_old_results() {
-    let (mut random, mut quantized) = (Random(6), QuantizedRows::default());
+    let mut random = Random(6);
+    let mut quantized = QuantizedRows::default();
     let codes = WeightFormat::Affine { bits: 4, group: 64, scale: Float::Bf16 };
     let weight = OwnedWeight::random(&mut random, codes, 32, 512);
     for _ in 0..3 {
@@ -194,7 +201,8 @@ fn integer_products_are_close_to_float() {
         let codes = WeightFormat::Affine { bits, group: 64, scale: Float::Bf16 };
         let weight = OwnedWeight::random(&mut random, codes, 40, 1024);
         let x: Vec<f32> = (0..1024).map(|_| random.unit()).collect();
-        let (exact, fast) = (run(Isa::best(), F32, &weight, &x, 1), run(Isa::best(), Integer, &weight, &x, 1));
+        let exact = run(Isa::best(), F32, &weight, &x, 1);
+        let fast = run(Isa::best(), Integer, &weight, &x, 1);
         let norm = exact.iter().map(|y| y * y).sum::<f32>().sqrt();
         let error = exact.iter().zip(&fast).map(|(a, b)| (a - b).powi(2)).sum::<f32>().sqrt();
         // The error of one value is at most half a level. The rest is f32 rounding on both sides.

@@ -52,9 +52,11 @@ pub unsafe fn fill_constants<const STEP: usize>(
 #[inline]
 #[target_feature(enable = "avx2,avx512f,avx512bw,avx512vl")]
 unsafe fn constants<const STEP: usize>(weight: &AffineWeight<'_>, from: *const u8, to: *mut CacheLine) {
-    let (groups, size) = (weight.groups(), weight.float.bytes());
+    let groups = weight.groups();
+    let size = weight.float.bytes();
     for at in (0..groups).step_by(ROWS) {
-        let (mask, mut values) = (lane_mask(groups - at), [_mm512_setzero_si512(); ROWS]);
+        let mask = lane_mask(groups - at);
+        let mut values = [_mm512_setzero_si512(); ROWS];
         // SAFETY: sixteen rows are readable, the mask limits the reads, and there is space for all groups (caller).
         unsafe {
             for (row, values) in values.iter_mut().enumerate() {
@@ -83,7 +85,8 @@ pub unsafe fn fill_codes<const STEP: usize>(
     tiles: &mut WeightTiles,
     at: usize,
 ) {
-    let (cols, stride) = (groups.len() * weight.group, weight.cols * weight.bits / 8);
+    let cols = groups.len() * weight.group;
+    let stride = weight.cols * weight.bits / 8;
     ensure_len(&mut tiles.codes, at + (cols / 4).next_multiple_of(2 * ROWS) * STEP);
     let codes = tiles.codes.as_mut_ptr();
     let from = weight.codes(row).as_ptr().wrapping_add(groups.start * weight.group * weight.bits / 8);
@@ -96,7 +99,8 @@ pub unsafe fn fill_codes<const STEP: usize>(
             4 => transpose_nibbles::<8, STEP>(from, stride, cols / 8, codes),
             8 => transpose_words::<STEP>(from, stride, cols / 4, codes),
             bits => {
-                let (mask, bytes) = (pdep_mask(bits), cols * bits / 8);
+                let mask = pdep_mask(bits);
+                let bytes = cols * bits / 8;
                 tiles.bytes.resize(ROWS * cols, 0);
                 for (index, to) in tiles.bytes.chunks_exact_mut(cols).enumerate() {
                     let packed = std::slice::from_raw_parts(from.add(index * stride), bytes);
@@ -155,7 +159,8 @@ unsafe fn transpose_nibbles<const HALF: usize, const STEP: usize>(
         let here = (words - at).min(ROWS);
         // SAFETY: as in `transpose_words`.
         unsafe {
-            let (both, to) = (load_block(from.add(at * 4), stride, here), to.add(2 * at * STEP));
+            let both = load_block(from.add(at * 4), stride, here);
+            let to = to.add(2 * at * STEP);
             sixteen!(INDEX => {
                 let to = to.add((INDEX / HALF * 2 * HALF + INDEX % HALF) * STEP);
                 let odd = _mm512_srli_epi32::<4>(both[INDEX]);

@@ -128,7 +128,8 @@ unsafe fn dot<D: GroupDot, const BITS: usize, const GROUP: usize>(
                 _mm256_loadu_ps(x.scale.as_ptr().add(first)),
             );
             lanes = _mm256_fmadd_ps(dots, scale, lanes);
-            let (bias, sum) = (_mm256_loadu_ps(biases.as_ptr().add(first)), _mm256_loadu_ps(x.sum.as_ptr().add(first)));
+            let bias = _mm256_loadu_ps(biases.as_ptr().add(first));
+            let sum = _mm256_loadu_ps(x.sum.as_ptr().add(first));
             lanes = _mm256_fmadd_ps(bias, sum, lanes);
         }
         sum8_avx(lanes)

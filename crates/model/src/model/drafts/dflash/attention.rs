@@ -54,7 +54,8 @@ impl ContextCache {
     /// Removes the positions of a range.
     pub fn forget(&mut self, positions: &Range<usize>, width: usize) {
         let index = |bound: usize| self.positions.partition_point(|position| *position < bound);
-        let (from, to) = (index(positions.start), index(positions.end));
+        let from = index(positions.start);
+        let to = index(positions.end);
         self.positions.drain(from..to);
         self.keys.drain(from * width..to * width);
         self.values.drain(from * width..to * width);
@@ -89,13 +90,15 @@ pub fn attend(
     start: usize,
     caches: [&ContextCache; 2],
 ) -> Vec<f32> {
-    let (dim, width) = (config.dim, config.kv());
+    let dim = config.dim;
+    let width = config.kv();
     let size = config.heads / config.kv_heads * dim;
     let scale = (dim as f32).powf(-0.5);
     let mut out = vec![0.0; q.len()];
     // Each task computes, for one row, the query heads that share one key head.
     threads.run_pieces(&mut out, size, &|task, out| {
-        let (position, head) = (start + task / config.kv_heads, task % config.kv_heads);
+        let position = start + task / config.kv_heads;
+        let head = task % config.kv_heads;
         let q = &q[task * size..][..size];
         let spans = caches.map(|cache| cache.seen(window, position));
         let mut scores = Vec::new();

@@ -339,7 +339,8 @@ mod tests {
         let mut target = config::Config::new(&serde_json::from_str(demo).unwrap()).unwrap();
         let draft = DflashConfig::new(&nested()).unwrap();
         assert!(draft.check(&target).unwrap_err().to_string().contains("hidden_size is 64, not 256"));
-        (target.hidden, target.vocab) = (64, 96);
+        target.hidden = 64;
+        target.vocab = 96;
         draft.check(&target).unwrap();
         for (change, word) in [
             (DflashConfig { taps: vec![1, 8], ..draft.clone() }, "taps layer 8"),
@@ -354,7 +355,8 @@ mod tests {
     fn model_with_several_streams_is_refused() {
         let json = include_str!("../../../../../../tests/fixtures/qwen4_exp/config.json");
         let target = config::Config::new(&serde_json::from_str(json).unwrap()).unwrap();
-        let (hidden, vocab) = (target.hidden, target.vocab);
+        let hidden = target.hidden;
+        let vocab = target.vocab;
         let draft = DflashConfig { hidden, vocab, target_layers: None, ..DflashConfig::new(&nested()).unwrap() };
         let error = draft.check(&target).unwrap_err().to_string();
         assert!(error.contains("one residual stream") && error.contains("--draft-model mtp"), "{error}");

@@ -14,7 +14,8 @@ pub fn convolve<'a>(x: &[f32], base: &[f32], dflash2: &Dflash2, dynamic: impl Fn
         let dynamic = dynamic(row);
         for tap in 0..dflash2.taps.min(row + 1) {
             let x = &x[(row - tap) * hidden..][..hidden];
-            let (base, dynamic) = (&base[tap * hidden..][..hidden], &dynamic[tap * groups..][..groups]);
+            let base = &base[tap * hidden..][..hidden];
+            let dynamic = &dynamic[tap * groups..][..groups];
             for (channel, out) in out.iter_mut().enumerate() {
                 *out += (base[channel] + dynamic[channel / dflash2.group]) * x[channel];
             }

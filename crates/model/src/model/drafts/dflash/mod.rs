@@ -96,7 +96,8 @@ impl DflashModel {
         let mut backend = Cpu::new(compute.clone());
         adopt_weights(&matrices, &mut backend)?;
         let [x, y] = buffer_floats(config);
-        let (x, y) = (backend.allocate(x * 4)?, backend.allocate(y * 4)?);
+        let x = backend.allocate(x * 4)?;
+        let y = backend.allocate(y * 4)?;
         let layers = config.layers.iter().map(|window| ContextCache::new(config, *window, context)).collect();
         Ok(Self { config: config.clone(), net, products: MatrixProducts { backend, compute, x, y }, layers, len: 0 })
     }
@@ -150,7 +151,9 @@ impl DflashModel {
     /// the last norm. Both are `[rows, hidden]`.
     pub fn block(&mut self, embedded: &[f32]) -> Result<Vec<f32>, ModelError> {
         let Self { config, net, products, layers, len } = self;
-        let (start, queries, width) = (*len, config.heads * config.dim, config.kv());
+        let start = *len;
+        let queries = config.heads * config.dim;
+        let width = config.kv();
         let mut h: Vec<f32> = embedded.iter().map(|value| value * config.input_scale).collect();
         for ((layer, cache), window) in net.layers.iter().zip(layers).zip(&config.layers) {
             let [attention_conv, mlp_conv] =
@@ -239,7 +242,8 @@ impl MatrixProducts {
     /// `x W^T` for one to four matrices that share `x`. The outputs of the matrices are adjacent in each row.
     fn multiply(&mut self, x: &[f32], matrices: &[Weight]) -> Result<Vec<f32>, ModelError> {
         let cols = matrices.first().map_or(1, |matrix| matrix.cols);
-        let (tokens, width) = (x.len() / cols, matrices.iter().map(|matrix| matrix.rows).sum::<usize>());
+        let tokens = x.len() / cols;
+        let width = matrices.iter().map(|matrix| matrix.rows).sum::<usize>();
         if x.len() * 4 > self.x.len || tokens * width * 4 > self.y.len {
             return Err(ModelError::Config(format!(
                 "the DFlash draft's buffers are too small for {tokens} rows of {width}"

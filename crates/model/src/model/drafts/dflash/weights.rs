@@ -64,7 +64,8 @@ impl DflashWeights {
     pub fn load(trunk: &mut TrunkLoader<'_>, config: &DflashConfig) -> Result<Self, ModelError> {
         let hidden = config.hidden;
         let vector = |name: &str, len: usize| trunk.from.vector(&path(name), len);
-        let (hidden_norm, norm) = (vector("hidden_norm.weight", hidden)?, vector("norm.weight", hidden)?);
+        let hidden_norm = vector("hidden_norm.weight", hidden)?;
+        let norm = vector("norm.weight", hidden)?;
         let layers =
             (0..config.layers.len()).map(|index| DflashLayer::load(trunk, &format!("layers.{index}."), config));
         let layers = layers.collect::<Result<_, _>>()?;
@@ -77,7 +78,8 @@ impl DflashWeights {
 impl DflashLayer {
     fn load(trunk: &mut TrunkLoader<'_>, prefix: &str, config: &DflashConfig) -> Result<Self, ModelError> {
         let DflashConfig { hidden, intermediate, dim, dflash2, .. } = *config;
-        let (queries, kv) = (config.heads * dim, config.kv());
+        let queries = config.heads * dim;
+        let kv = config.kv();
         let convolutions = match dflash2 {
             None => None,
             Some(dflash2) => Some([
@@ -87,8 +89,10 @@ impl DflashLayer {
         };
         // Norm weights are used as stored, unlike the target's in Hugging Face's layout, which are stored minus one.
         let vector = |name: &str, len: usize| trunk.from.vector(&path(&format!("{prefix}{name}.weight")), len);
-        let (norm, post_norm) = (vector("input_layernorm", hidden)?, vector("post_attention_layernorm", hidden)?);
-        let (q_norm, k_norm) = (vector("self_attn.q_norm", dim)?, vector("self_attn.k_norm", dim)?);
+        let norm = vector("input_layernorm", hidden)?;
+        let post_norm = vector("post_attention_layernorm", hidden)?;
+        let q_norm = vector("self_attn.q_norm", dim)?;
+        let k_norm = vector("self_attn.k_norm", dim)?;
         let mut weight = |name: &str, rows, cols| trunk.weight(&path(&format!("{prefix}{name}")), rows, cols);
         Ok(Self {
             norm,
@@ -121,12 +125,14 @@ impl Selector {
         let mut codebook = |name: &str| {
             let name = path(&format!("candidate_selector.{name}_codebook"));
             // The published tensor name does not end in `.weight`. The name in re-saved or quantized files does.
-            match trunk.from.has(&format!("{name}.weight")) {
-                true => trunk.weight(&name, config.vocab, dflash2.rank),
-                false => trunk.dense(&name, config.vocab, dflash2.rank),
+            if trunk.from.has(&format!("{name}.weight")) {
+                trunk.weight(&name, config.vocab, dflash2.rank)
+            } else {
+                trunk.dense(&name, config.vocab, dflash2.rank)
             }
         };
-        let (predecessors, successors) = (codebook("predecessor")?, codebook("successor")?);
+        let predecessors = codebook("predecessor")?;
+        let successors = codebook("successor")?;
         let projection = trunk.weight(&path("candidate_selector.hidden_projection"), dflash2.rank, config.hidden)?;
         Ok(Self { predecessors, successors, projection })
     }
