@@ -31,7 +31,7 @@ pub struct MockModel {
     pub context: usize,
     pub chunk: usize,
     pub batch: usize,
-    /// The threads of [`Model::threads`].
+    /// The threads of [`ModelInfo::threads`].
     pub compute: Option<CpuDevice>,
     pub eos: u32,
     /// The answer to every prompt. If `None`, the answer repeats the prompt.

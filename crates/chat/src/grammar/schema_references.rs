@@ -242,8 +242,8 @@ fn decimal(number: f64) -> (f64, f64) {
     let mut coefficient = number.abs();
     let mut scale = 1.0;
     while coefficient.fract() != 0.0 && scale < MAX_SCALE {
-        coefficient = coefficient * 10.0;
-        scale = scale * 10.0;
+        coefficient *= 10.0;
+        scale *= 10.0;
     }
     (coefficient, scale)
 }

@@ -66,7 +66,7 @@ impl<P: Fn(usize) -> f64, R: Fn(usize, usize) -> f64> World<P, R> {
                 let [is_plain, is_bare] =
                     [false, true].map(|uses_hidden_rows| controller.next_is_plain(uses_hidden_rows));
                 controller.record_plain(seconds, observe);
-                missed = missed + 1;
+                missed += 1;
                 lost = 0.0;
                 assert!(!is_plain || controller.clone().next_rows() == 1);
                 assert!(!is_bare || controller.clone().next_rows() == 1 && !controller.wants_hidden_rows());

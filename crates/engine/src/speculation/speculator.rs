@@ -317,8 +317,8 @@ impl<M: Model> Speculator<M> {
         timings.accepted_tokens += accepted;
         for (position, [tried, right]) in timings.draft_positions.iter_mut().enumerate().take(drafted.min(accepted + 1))
         {
-            *tried = *tried + 1;
-            *right = *right + u32::from(position < accepted);
+            *tried += 1;
+            *right += u32::from(position < accepted);
         }
         timings.saved_seconds += saved;
         let kind = self.draft.as_ref().map_or(DraftKind::Lookup, |draft| draft.kind());

@@ -211,8 +211,8 @@ fn shape(config: &Config, options: &LoadOptions, [trunk, gathered, head]: [u64; 
     let (mut workspace_per_row, mut workspace_fixed) = Buffers::cost(config, &limits);
     if options.gpu.is_none() {
         let [row, fixed] = cpu_scratch(config);
-        workspace_per_row = workspace_per_row + row;
-        workspace_fixed = workspace_fixed + fixed;
+        workspace_per_row += row;
+        workspace_fixed += fixed;
     }
     // With a quantized KV cache, a snapshot also has the recent positions in the ring's format. The ring also holds the
     // current chunk, so it adds bytes for each row.

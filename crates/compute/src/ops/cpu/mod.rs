@@ -109,7 +109,7 @@ impl Cpu {
             }
             if let Some(entry) = seen.get_mut(count) {
                 *entry = (region, effect);
-                count = count + 1;
+                count += 1;
             }
         });
         wrong

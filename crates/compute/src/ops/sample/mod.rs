@@ -8,7 +8,7 @@ use crate::device::{BufferAccess, Region};
 /// Number of values that one threadgroup of a GPU compares.
 pub(super) const BLOCK: usize = 4096;
 
-/// How to choose a token. The steps are those of [`Sampler`](moestro_engine::Sampler).
+/// How to choose a token. The steps are those of the engine's `Sampler`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct TokenChoice {
     /// Number of likeliest tokens to choose from. 1 chooses the likeliest token.

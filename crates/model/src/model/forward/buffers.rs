@@ -405,8 +405,8 @@ mod tests {
                 let mut buffer = 0;
                 let mut bytes = 0;
                 let take = |len| {
-                    buffer = buffer + 1;
-                    bytes = bytes + len as u64;
+                    buffer += 1;
+                    bytes += len as u64;
                     Ok::<_, Infallible>(Region { buffer, offset: 0, len })
                 };
                 let Ok(b) = Buffers::new(&config, &limits, rows, config.context, take);

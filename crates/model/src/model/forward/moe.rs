@@ -192,7 +192,7 @@ fn run_experts(
         let set = ExpertSet::Loaded { groups, assignments, shared, per_assignment: slot_list(call) };
         pass.execute(Experts { layer, slots, tokens, x, buffers, experts: set })?;
         shared = false;
-        call = call + 1;
+        call += 1;
         // The device may still read the lists of this batch, so the next batch uses the space after them. A job has at
         // least one assignment, so there are at most as many jobs as assignments.
         let rest = |list: Region, words: usize| list.part(words * 4, list.len - words * 4);
