@@ -268,8 +268,8 @@ impl SpeculationController {
             *mean = Some(mean.map_or(seconds, |mean| mean + 0.2 * (seconds - mean)));
         }
         for (position, [right, tried]) in self.acceptance.iter_mut().enumerate().take(drafted.min(accepted + 1)) {
-            *right *= 0.95 + f64::from(u8::from(position < accepted));
-            *tried *= 0.95 + 1.0;
+            *right = *right * 0.95 + f64::from(u8::from(position < accepted));
+            *tried = *tried * 0.95 + 1.0;
         }
         match &mut self.state {
             ControllerState::Probe { left, .. } => *left = left.saturating_sub(1),
