@@ -6,6 +6,7 @@ use crate::http::{
     request::{
         ChatPrompt, GenerationRequest, ImagePart, PartFormat, PromptInput, RequestedFormat,
         content_parts::{MessageOrigin, new_messages},
+        continue_final,
         response_format::FormatField,
         sampling_params as params, thinking,
         tools::{self, ToolChoice},
@@ -92,10 +93,8 @@ impl MessagesRequest {
         let budget = self.thinking.as_ref().and_then(|thinking| thinking.budget_tokens);
         let budget = params::token_count("thinking.budget_tokens", budget, 0)?;
         let effort = effort.map(|word| thinking::effort("output_config.effort", &word)).transpose()?;
-        if format.is_some() && prompt.end_marker.is_some() {
-            let text = "An answer with a response format or a tool choice must be a new message: remove \
-                        continue_final_message, or the format.";
-            return Err(ApiError::invalid("messages", text));
+        if format.is_some() {
+            continue_final::check_new_message(prompt.end_marker.is_some())?;
         }
         let stops = common.stops("stop_sequences")?;
         Ok(GenerationRequest {

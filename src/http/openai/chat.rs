@@ -65,10 +65,8 @@ impl ChatRequest {
         let tools = self.tools.take().unwrap_or_default();
         let choice = ToolChoice::parse(self.tool_choice.as_ref(), &tools)?;
         let format = RequestedFormat::new(content, &tools, &choice, parallel, tools::chat_path);
-        if format.is_some() && continue_final::is_requested(&self)? {
-            let text = "An answer with a response format or a tool choice must be a new message: remove \
-                        continue_final_message, or the format.";
-            return Err(ApiError::invalid("messages", text));
+        if format.is_some() {
+            continue_final::check_new_message(continue_final::is_requested(&self)?)?;
         }
         let n = params::choice_count(common.n)?;
         let stops = common.stops("stop")?;

@@ -31,6 +31,16 @@ pub fn is_requested(request: &ChatRequest) -> Result<bool, ApiError> {
     }
 }
 
+/// Checks that an answer in a format starts a new message. `continues` is true if it would continue the last one.
+pub fn check_new_message(continues: bool) -> Result<(), ApiError> {
+    if !continues {
+        return Ok(());
+    }
+    let text = "An answer with a response format or a tool choice must be a new message: remove \
+                continue_final_message, or the format.";
+    Err(ApiError::invalid("messages", text))
+}
+
 impl EndMarker {
     /// Appends a marker to the last message.
     pub fn insert<I>(messages: &mut [Message<I>]) -> Result<Self, ApiError> {
