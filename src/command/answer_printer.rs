@@ -1,6 +1,6 @@
 //! Prints an answer on the terminal while it streams, and its figures at the end.
 
-use super::printable;
+use super::text::printable;
 use crate::error::CommandError;
 use moestro_engine::Timings;
 use std::{

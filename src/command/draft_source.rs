@@ -1,7 +1,7 @@
 //! The draft that `--draft-model` names. The draft is inspected before the model is loaded, because the memory plan
 //! includes it. The draft is loaded after the model.
 
-use super::resolve;
+use super::checkpoint_meta::resolve;
 use crate::{
     config::{DraftModel, LoadSettings, ModelSource},
     error::CommandError,

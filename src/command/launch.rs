@@ -3,8 +3,9 @@
 use super::{
     agents::{AgentSetup, AgentTarget},
     confirm::confirmed,
-    local_models, printable,
+    local_models,
     remote_server::RemoteServer,
+    text::printable,
 };
 use crate::{
     cli,

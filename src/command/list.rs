@@ -1,8 +1,9 @@
 //! `moestro list`: the models on this machine.
 
 use super::{
+    checkpoint_meta::quantization,
     local_models::{self, CatalogEntry, Origin},
-    quantization, short_path, show, table,
+    text::{short_path, show, table},
 };
 use crate::{
     cli,

@@ -1,11 +1,11 @@
 //! A model that this process loads and whose answers are printed on the terminal.
 
 use super::{
-    CheckpointMeta,
     answer_printer::{AnswerEnd, AnswerPrinter, TerminalAnswer},
     chat_settings::AnswerOptions,
+    checkpoint_meta::CheckpointMeta,
     device_choice::DeviceChoice,
-    load_model,
+    load::{self, load_model},
 };
 use crate::{config::GenerateConfig, error::CommandError, http::boundaries};
 use moestro_base::{metrics::Metrics, platform::read_small_file};
@@ -42,14 +42,14 @@ impl LocalModel {
             prompt_cache: loaded.model.plan().prompt_cache,
             ..Options::default()
         };
-        let options = super::speculation(config.load.drafts.as_ref(), options);
-        let (engine, worker) = super::start_engine(loaded.model, loaded.draft, options, metrics)?;
+        let options = load::speculation(config.load.drafts.as_ref(), options);
+        let (engine, worker) = load::start_engine(loaded.model, loaded.draft, options, metrics)?;
         Ok(Self { checkpoint, plan: loaded.plan, engine, worker })
     }
 
     /// Describes the model: `moestro-demo on cpu, all experts in memory, context 32768`.
     pub fn describe(&self) -> String {
-        format!("{} {}", self.checkpoint.name, super::describe_plan(&self.plan))
+        format!("{} {}", self.checkpoint.name, load::describe_plan(&self.plan))
     }
 
     /// The sampling parameters of an answer: the user's settings, or else the checkpoint's defaults.

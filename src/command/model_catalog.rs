@@ -2,11 +2,10 @@
 //! engine.
 
 use super::{
-    CheckpointMeta,
     auto_pack::pack_or_suggest,
-    check_model,
+    checkpoint_meta::CheckpointMeta,
     device_choice::DeviceChoice,
-    load_model,
+    load::{self, ReadyModel, check_model, load_model},
     local_models::{self, CatalogEntry, Origin},
 };
 use crate::{
@@ -216,8 +215,8 @@ impl ModelCatalog {
             disk_cache: storage(config, &checkpoint, &model),
             ..Options::default()
         };
-        let options = super::speculation(config.load.drafts.as_ref(), options);
-        let (engine, worker) = super::start_engine(model.model, model.draft, options, metrics.clone())?;
+        let options = load::speculation(config.load.drafts.as_ref(), options);
+        let (engine, worker) = load::start_engine(model.model, model.draft, options, metrics.clone())?;
         let grammars = Arc::new(GrammarCompiler::new(checkpoint.tokenizer.clone(), &checkpoint.generation.eos));
         let warm = grammars.clone();
         let sorting = std::thread::Builder::new()
@@ -280,7 +279,7 @@ fn prompt_cache_dir(config: &ServeConfig) -> Option<PathBuf> {
 
 /// Options of the prompt cache on disk. The bytes of a snapshot depend on the tokens and on everything in the key. The
 /// key includes this executable, because another build may round differently.
-fn storage(config: &ServeConfig, checkpoint: &CheckpointMeta, loaded: &super::ReadyModel) -> Option<DiskCacheOptions> {
+fn storage(config: &ServeConfig, checkpoint: &CheckpointMeta, loaded: &ReadyModel) -> Option<DiskCacheOptions> {
     let Some(dir) = prompt_cache_dir(config) else {
         if config.prompt_cache_dir == PromptCacheDir::Cache {
             tracing::warn!("HOME is not set; running without the prompt cache on disk, see --prompt-cache-dir");

@@ -1,6 +1,6 @@
 //! `moestro pack`: writes or verifies a pack. A pack has one page-aligned record per expert.
 
-use super::{progress, resolve};
+use super::{checkpoint_meta::resolve, progress};
 use crate::{cli, config::ModelSource, error::CommandError};
 use moestro_base::error::StoreError;
 use moestro_model::{

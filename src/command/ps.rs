@@ -1,6 +1,6 @@
 //! `moestro ps` and `stop`: show or unload the model of a running server.
 
-use super::{remote_server::RemoteServer, table};
+use super::{remote_server::RemoteServer, text::table};
 use crate::{cli, error::CommandError};
 use moestro_model::plan::Size;
 use serde_json::Value;

@@ -1,6 +1,6 @@
 //! `moestro pull org/name`: downloads a model. `serve org/name` does the same for a model that is not on this machine.
 
-use super::printable;
+use super::text::printable;
 use crate::{
     cli,
     config::{hub_id, is_hub_id},

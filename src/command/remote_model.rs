@@ -3,6 +3,7 @@
 use super::{
     answer_printer::{AnswerEnd, AnswerPrinter, TerminalAnswer},
     chat_settings::AnswerOptions,
+    load::describe_plan,
     remote_server::RemoteServer,
 };
 use crate::error::CommandError;
@@ -24,7 +25,7 @@ impl RemoteModel {
     /// Describes the model: `coder at http://127.0.0.1:5413 on metal, 37 % of the experts in memory, context 32768`.
     pub fn describe(&self) -> String {
         let plan = self.server.health().map_or(Value::Null, |health| health["plan"].clone());
-        format!("{} at {} {}", self.id, self.server.base_url(), super::describe_plan(&plan))
+        format!("{} at {} {}", self.id, self.server.base_url(), describe_plan(&plan))
     }
 
     /// Prints an answer to `messages` until the answer ends or `stop` completes. The server stops when the connection

@@ -1,6 +1,6 @@
 //! A running server as a client sees it: its state, its models, and its streamed answers.
 
-use super::printable;
+use super::text::printable;
 use crate::{cli::model_args::RemoteArgs, error::CommandError};
 use serde_json::{Value, json};
 use std::{

@@ -3,7 +3,7 @@
 use super::{
     confirm::confirmed,
     local_models::{self, Origin},
-    printable,
+    text::printable,
 };
 use crate::{
     cli,

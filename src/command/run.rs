@@ -7,7 +7,8 @@ use super::{
     chat_settings::{self, AnswerOptions, ChatSettings},
     conversation_file, generate,
     local_model::message,
-    local_models, printable,
+    local_models,
+    text::printable,
 };
 use crate::{
     cli::model_args::RemoteArgs,

@@ -1,7 +1,7 @@
 //! `moestro serve`: opens the port, loads the model, prints the ready line, serves until a signal. Prints the reason for
 //! the end, also if it ends earlier.
 
-use super::{device_choice::CPU, local_models, model_catalog::ModelCatalog};
+use super::{device_choice::CPU, load::describe_plan, local_models, model_catalog::ModelCatalog};
 use crate::{
     config::{ServeConfig, config_file::Settings},
     error::CommandError,
@@ -200,7 +200,7 @@ fn ready_line(model: &str, address: SocketAddr, plan: &Value) -> String {
         let device = &plan["device"];
         return json!({"event": "ready", "port": port, "model": model, "device": device, "plan": plan}).to_string();
     }
-    let plan = super::describe_plan(plan);
+    let plan = describe_plan(plan);
     format!("{model} answers {plan}: http://{address}/v1, with a page at http://{address}/ (Ctrl-C ends it)")
 }
 

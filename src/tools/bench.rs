@@ -7,8 +7,10 @@ mod report;
 pub(super) mod run;
 
 use crate::command::{
+    checkpoint_meta::resolve,
     device_choice::{self, DeviceChoice},
-    load_weights, options, resolve, show,
+    load::{load_weights, options},
+    text::show,
 };
 use crate::{
     cli,

@@ -10,7 +10,7 @@ mod report;
 
 use crate::{
     cli,
-    command::show,
+    command::text::show,
     error::CommandError,
     tools::machine_report::{self, MachineReport},
 };

@@ -1,7 +1,7 @@
 //! `moestro info`: prints a model's memory plan on this machine and estimates its decoding speed.
 
 use super::{machine_report::DeviceFigures, measure, simulate};
-use crate::command::{device_choice::DeviceChoice, draft_source, options, resolve, show};
+use crate::command::{checkpoint_meta::resolve, device_choice::DeviceChoice, draft_source, load::options, text::show};
 use crate::{
     cli,
     config::{self, LoadSettings, ModelSource},

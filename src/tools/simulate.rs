@@ -2,7 +2,7 @@
 
 use crate::{
     cli,
-    command::{options, resolve, show},
+    command::{checkpoint_meta::resolve, load::options, text::show},
     config::{self, LoadSettings, ModelSource},
     error::CommandError,
     tools::synth,

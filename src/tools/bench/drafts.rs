@@ -4,7 +4,11 @@
 
 use super::{load_model, report::median};
 use crate::{
-    command::{draft_source::DraftSource, options, show, speculation, start_engine},
+    command::{
+        draft_source::DraftSource,
+        load::{options, speculation, start_engine},
+        text::show,
+    },
     config::LoadSettings,
     error::CommandError,
 };

@@ -1,7 +1,7 @@
 //! `moestro bench --image`: the time from an image to the first token, step by step.
 
 use super::report::median;
-use crate::{command::show, error::CommandError};
+use crate::{command::text::show, error::CommandError};
 use moestro_base::platform::{os, read_small_file};
 use moestro_model::{
     error::ModelError,

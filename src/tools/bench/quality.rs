@@ -3,7 +3,10 @@
 
 use super::load_model;
 use crate::{
-    command::{kv_bits, options, show},
+    command::{
+        load::{kv_bits, options},
+        text::show,
+    },
     config::{self, LoadSettings},
     error::CommandError,
 };

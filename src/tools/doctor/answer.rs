@@ -1,7 +1,7 @@
 //! Asks the demo model one question on each device and measures the answer.
 
 use crate::{
-    command::{CheckpointMeta, device_choice::working_set},
+    command::{checkpoint_meta::CheckpointMeta, device_choice::working_set},
     config::{GenerationDefaults, ModelSource},
     error::CommandError,
 };
