@@ -4,14 +4,15 @@ pub mod config_file;
 pub mod foreign_flags;
 pub mod generation_config;
 
-pub use crate::cli::values::{Device, DraftModel, ExpertIo, KvBitsArg, OnOff, PackMode, SpeculationMode, Switch};
+pub use crate::cli::values::{Device, DraftModel, PackMode};
 pub use generation_config::GenerationDefaults;
 
 use crate::cli::{
     self,
-    model_args::{DraftArgs, LoadArgs, SamplingArgs},
+    model_args::{DraftArgs, LoadArgs},
     values,
 };
+use moestro_engine::DraftPolicy;
 use moestro_model::plan::Parallel;
 use std::{
     env,
@@ -198,7 +199,7 @@ impl ServeConfig {
                 serving: true,
                 ..LoadSettings::new(args.load)?
             },
-            thinking: thinking(&args.sampling),
+            thinking: args.sampling.thinking,
             max_tokens: args.sampling.max_tokens,
             thinking_budget: args.thinking_budget.and_then(|budget| budget.0),
             generation: GenerationDefaults::from_flags(&args.sampling),
@@ -219,7 +220,7 @@ fn read_key(path: &Path) -> Result<String, String> {
 
 impl DraftArgs {
     pub fn are_used(&self) -> bool {
-        self.draft_model != DraftModel::Off && self.speculation != SpeculationMode::Off
+        self.draft_model != DraftModel::Off && self.speculation != DraftPolicy::Off
     }
 }
 
@@ -265,7 +266,7 @@ impl GenerateConfig {
             max_tokens: args.sampling.max_tokens,
             seed: args.seed,
             load: LoadSettings { drafts: Some(args.drafts), ..LoadSettings::new(args.load)? },
-            thinking: thinking(&args.sampling),
+            thinking: args.sampling.thinking,
             generation: GenerationDefaults::from_flags(&args.sampling),
         })
     }
@@ -283,10 +284,6 @@ fn read_prompt(flag: Option<String>) -> Result<Option<String>, String> {
         io::read_to_string(io::stdin()).map_err(|error| format!("cannot read the prompt from stdin: {error}"))?;
     let text = text.trim_end_matches(['\r', '\n']);
     if text.is_empty() { Err("the prompt on stdin is empty".into()) } else { Ok(Some(text.to_owned())) }
-}
-
-fn thinking(args: &SamplingArgs) -> Option<bool> {
-    args.thinking.map(|thinking| thinking == OnOff::On)
 }
 
 /// Name of a checkpoint: the name of its directory.

@@ -32,8 +32,8 @@ const ALLOWED_IMPORTS: &[(&str, &[ImportRule])] = &[
     (
         "src",
         &[
-            ("config", &["cli", "moestro_base", "moestro_model::plan"]),
-            ("cli", &["moestro_model::plan"]),
+            ("config", &["cli", "moestro_base", "moestro_engine", "moestro_model::plan"]),
+            ("cli", &["moestro_compute", "moestro_engine", "moestro_model::plan"]),
             ("demo", &["moestro_base"]),
             ("http", &["moestro_base", "moestro_chat", "moestro_engine"]),
             ("service", &["moestro_base"]),

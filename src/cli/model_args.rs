@@ -1,7 +1,12 @@
 //! Flags that several commands share: the model, how it is loaded, drafts, sampling, and the address of a server.
 
-use super::values::{self, Device, DraftModel, ExpertIo, KvBitsArg, OnOff, SpeculationMode, Switch};
+use super::values::{self, Device, DraftModel, Switch};
 use clap::{Args, builder::BoolishValueParser};
+use moestro_compute::{
+    experts::{Prefetch, ReadMode},
+    ops::KvBits,
+};
+use moestro_engine::DraftPolicy;
 use moestro_model::plan::Parallel;
 use std::path::PathBuf;
 
@@ -28,7 +33,7 @@ pub struct LoadArgs {
     /// Bits per key or value: 8 and 4 take 0.53 and 0.28 of the memory of 16 but change answers a little (see `bench
     /// --quality`); the newest 64 to 127 positions keep 16 bits, or f32 on a GPU
     #[arg(long, env = "MOESTRO_KV_BITS", value_name = "16|8|4", default_value = "16", value_parser = values::kv_bits, help_heading = "Memory", hide_short_help = true)]
-    pub kv_bits: KvBitsArg,
+    pub kv_bits: KvBits,
     /// Read experts from the SSD when they are needed; auto: if they do not all fit in memory
     #[arg(long, env = "MOESTRO_STREAM_EXPERTS", value_enum, default_value_t, num_args = 0..=1, default_missing_value = "on", help_heading = "Memory", hide_short_help = true)]
     pub stream_experts: Switch,
@@ -39,15 +44,15 @@ pub struct LoadArgs {
     #[arg(short, long, alias = "num-threads", env = "MOESTRO_THREADS", value_name = "N", value_parser = values::up_to::<1_024>, help_heading = "Speed")]
     pub threads: Option<usize>,
     /// Read experts directly or through the page cache
-    #[arg(long, env = "MOESTRO_EXPERT_IO", value_enum, default_value_t)]
+    #[arg(long, env = "MOESTRO_EXPERT_IO", default_value = "auto", value_parser = values::expert_io())]
     #[arg(help_heading = "Speed", hide_short_help = true)]
-    pub expert_io: ExpertIo,
+    pub expert_io: ReadMode,
     /// Maximum number of expert reads in flight
     #[arg(long, env = "MOESTRO_IO_THREADS", value_name = "N", default_value_t = 16, value_parser = values::up_to::<1_024>, help_heading = "Speed", hide_short_help = true)]
     pub io_threads: usize,
     /// Prefetch the experts that the next layers will probably need
-    #[arg(long, env = "MOESTRO_PREFETCH", value_enum, default_value_t, help_heading = "Speed", hide_short_help = true)]
-    pub prefetch: Switch,
+    #[arg(long, env = "MOESTRO_PREFETCH", default_value = "auto", value_parser = values::prefetch(), help_heading = "Speed", hide_short_help = true)]
+    pub prefetch: Prefetch,
     /// Keep the GPU's clock high while experts are read, with small launches on the idle GPU; auto: on Metal
     #[arg(long, env = "MOESTRO_GPU_AWAKE", value_enum, default_value_t)]
     #[arg(help_heading = "Speed", hide_short_help = true)]
@@ -97,9 +102,9 @@ pub struct DraftArgs {
     #[arg(long, aliases = ["num-mtp-tokens", "draft-max", "draft", "num-speculative-tokens"], env = "MOESTRO_NUM_DRAFT_TOKENS", value_name = "N", default_value_t = 7, value_parser = values::drafts, help_heading = "Speed", hide_short_help = true)]
     pub num_draft_tokens: usize,
     /// When to use drafts; auto: while they save time
-    #[arg(long, env = "MOESTRO_SPECULATION", value_enum, default_value_t)]
+    #[arg(long, env = "MOESTRO_SPECULATION", default_value = "auto", value_parser = values::speculation())]
     #[arg(help_heading = "Speed", hide_short_help = true)]
-    pub speculation: SpeculationMode,
+    pub speculation: DraftPolicy,
 }
 
 /// Defaults of answers. Without a sampling flag, the model's generation_config.json applies.
@@ -124,8 +129,8 @@ pub struct SamplingArgs {
     #[arg(short = 'n', long, aliases = ["n-predict", "num-predict"], env = "MOESTRO_MAX_TOKENS", value_name = "N", value_parser = values::count, help_heading = "Sampling")]
     pub max_tokens: Option<usize>,
     /// Let the model reason before it answers [default: as its chat template says]
-    #[arg(long, env = "MOESTRO_THINKING", value_enum, help_heading = "Sampling")]
-    pub thinking: Option<OnOff>,
+    #[arg(long, env = "MOESTRO_THINKING", value_parser = values::on_off(), help_heading = "Sampling")]
+    pub thinking: Option<bool>,
 }
 
 /// The user's model directory. Models in the Hugging Face cache are found, too.

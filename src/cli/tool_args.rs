@@ -2,9 +2,10 @@
 
 use super::{
     model_args::{DraftArgs, LoadArgs, ModelArgs, ParallelArgs, PromptCacheArgs},
-    values::{self, DraftModel, SpeculationMode},
+    values::{self, DraftModel},
 };
 use clap::{Args, builder::BoolishValueParser};
+use moestro_engine::DraftPolicy;
 use std::path::PathBuf;
 
 /// Flags of `moestro info`.
@@ -59,8 +60,8 @@ pub struct BenchArgs {
     #[arg(long, env = "MOESTRO_NUM_DRAFT_TOKENS", value_name = "N", default_value_t = 7, value_parser = values::drafts)]
     pub num_draft_tokens: usize,
     /// When to use drafts; auto: while they save time
-    #[arg(long, env = "MOESTRO_SPECULATION", value_enum, default_value_t)]
-    pub speculation: SpeculationMode,
+    #[arg(long, env = "MOESTRO_SPECULATION", default_value = "auto", value_parser = values::speculation())]
+    pub speculation: DraftPolicy,
     /// Text file for the prompt [default: an embedded text]
     #[arg(long, env = "MOESTRO_TEXT", value_name = "FILE")]
     pub text: Option<PathBuf>,

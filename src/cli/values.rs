@@ -1,6 +1,12 @@
 //! Values of flags: enumerations, and parsers of numbers, sizes, durations and origins. clap prints the flag and the
 //! value before each error.
 
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
+use moestro_compute::{
+    experts::{Prefetch, ReadMode},
+    ops::KvBits,
+};
+use moestro_engine::DraftPolicy;
 use moestro_model::plan::Parallel;
 use std::time::Duration;
 
@@ -38,12 +44,6 @@ impl Switch {
             Self::Off => Some(false),
         }
     }
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub enum OnOff {
-    On,
-    Off,
 }
 
 /// Whether a server packs models.
@@ -105,38 +105,6 @@ pub enum DraftModel {
     Model(String),
 }
 
-/// When drafts are used.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
-pub enum SpeculationMode {
-    /// While they save time.
-    #[default]
-    Auto,
-    Off,
-    /// Always, with the maximum number of tokens, for measurements.
-    Force,
-}
-
-/// Bits of a key or value.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum KvBitsArg {
-    #[default]
-    Sixteen,
-    Eight,
-    Four,
-}
-
-/// How experts are read.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
-pub enum ExpertIo {
-    /// Through the page cache if the memory outside the limit holds every expert, else direct if possible.
-    #[default]
-    Auto,
-    /// Bypasses the page cache.
-    Direct,
-    /// Through the page cache.
-    Buffered,
-}
-
 /// A [`size`], or `off`.
 pub fn size_or_off(text: &str) -> Result<u64, String> {
     if matches!(text.trim(), "0" | "off") { Ok(0) } else { size(text) }
@@ -186,11 +154,52 @@ pub fn draft(text: &str) -> Result<DraftModel, String> {
     }
 }
 
-pub fn kv_bits(text: &str) -> Result<KvBitsArg, String> {
+/// A value of a flag: its name, its meaning in `--help`, and what it stands for.
+type NamedValue<T> = (&'static str, Option<&'static str>, T);
+
+/// Parses the name of one of `values`, whose type another crate defines.
+fn named<T: Copy + Send + Sync>(values: &'static [NamedValue<T>]) -> impl TypedValueParser<Value = T> {
+    let names = values.iter().map(|(name, meaning, _)| PossibleValue::new(*name).help(*meaning));
+    PossibleValuesParser::new(names).try_map(|text| {
+        let value = values.iter().find(|(name, ..)| *name == text);
+        value.map(|(.., value)| *value).ok_or("it is not one of the possible values")
+    })
+}
+
+/// When drafts are used.
+pub fn speculation() -> impl TypedValueParser<Value = DraftPolicy> {
+    named(&[
+        ("auto", Some("While they save time"), DraftPolicy::Auto),
+        ("off", None, DraftPolicy::Off),
+        ("force", Some("Always, with the maximum number of tokens, for measurements"), DraftPolicy::Force),
+    ])
+}
+
+/// How experts are read.
+pub fn expert_io() -> impl TypedValueParser<Value = ReadMode> {
+    const AUTO: &str =
+        "Through the page cache if the memory outside the limit holds every expert, else direct if possible";
+    named(&[
+        ("auto", Some(AUTO), ReadMode::Auto),
+        ("direct", Some("Bypasses the page cache"), ReadMode::Direct),
+        ("buffered", Some("Through the page cache"), ReadMode::Buffered),
+    ])
+}
+
+/// Whether experts are read ahead.
+pub fn prefetch() -> impl TypedValueParser<Value = Prefetch> {
+    named(&[("auto", None, Prefetch::Auto), ("on", None, Prefetch::On), ("off", None, Prefetch::Off)])
+}
+
+pub fn on_off() -> impl TypedValueParser<Value = bool> {
+    named(&[("on", None, true), ("off", None, false)])
+}
+
+pub fn kv_bits(text: &str) -> Result<KvBits, String> {
     match text {
-        "16" => Ok(KvBitsArg::Sixteen),
-        "8" => Ok(KvBitsArg::Eight),
-        "4" => Ok(KvBitsArg::Four),
+        "16" => Ok(KvBits::Sixteen),
+        "8" => Ok(KvBits::Eight),
+        "4" => Ok(KvBits::Four),
         _ => Err("use 16, 8 or 4".into()),
     }
 }

@@ -6,13 +6,9 @@ use super::{
     draft_source::DraftSource,
     progress,
 };
-use crate::{
-    cli::model_args::DraftArgs,
-    config::{self, ExpertIo, LoadSettings, Switch},
-    error::CommandError,
-};
+use crate::{cli::model_args::DraftArgs, config::LoadSettings, error::CommandError};
 use moestro_base::metrics::Metrics;
-use moestro_compute::{experts, ops::KvBits};
+use moestro_compute::experts::ReadMode;
 use moestro_engine as engine;
 use moestro_model::{
     model::{self, CheckpointInfo, Model, Qwen, StoreOptions, VisionOptions, config::FfnShape},
@@ -24,15 +20,7 @@ use std::{path::Path, sync::Arc, thread};
 /// Adds the speculation flags to the engine's options.
 pub fn speculation(drafts: Option<&DraftArgs>, options: engine::Options) -> engine::Options {
     let Some(drafts) = drafts.filter(|drafts| drafts.are_used()) else { return options };
-    engine::Options {
-        speculate: match drafts.speculation {
-            config::SpeculationMode::Off => engine::DraftPolicy::Off,
-            config::SpeculationMode::Auto => engine::DraftPolicy::Auto,
-            config::SpeculationMode::Force => engine::DraftPolicy::Force,
-        },
-        draft_tokens: drafts.num_draft_tokens,
-        ..options
-    }
+    engine::Options { speculate: drafts.speculation, draft_tokens: drafts.num_draft_tokens, ..options }
 }
 
 /// Starts the engine's thread.
@@ -60,15 +48,6 @@ pub struct ReadyModel {
     pub requests: u64,
 }
 
-/// Converts the value of `--kv-bits`.
-pub fn kv_bits(bits: config::KvBitsArg) -> KvBits {
-    match bits {
-        config::KvBitsArg::Sixteen => KvBits::Sixteen,
-        config::KvBitsArg::Eight => KvBits::Eight,
-        config::KvBitsArg::Four => KvBits::Four,
-    }
-}
-
 /// Converts the loading flags to the model's options.
 pub fn options(load: &LoadSettings) -> model::LoadOptions {
     let cores = thread::available_parallelism().map_or(usize::MAX, usize::from);
@@ -89,26 +68,18 @@ pub fn options(load: &LoadSettings) -> model::LoadOptions {
             parallel: load.parallel,
             sequences: 1,
             serving: load.serving,
-            buffered: flags.expert_io == ExpertIo::Buffered,
+            buffered: flags.expert_io == ReadMode::Buffered,
         },
         experts_per_token: flags.experts_per_token,
         max_experts_per_token: load.max_experts_per_token,
         verify: load.drafts.as_ref().is_some_and(DraftArgs::are_used),
-        kv_bits: kv_bits(flags.kv_bits),
+        kv_bits: flags.kv_bits,
         vision: VisionOptions { disabled: flags.no_vision, max_tokens: flags.image_max_tokens },
         store: StoreOptions {
             slots: None,
-            io: match flags.expert_io {
-                ExpertIo::Auto => experts::ReadMode::Auto,
-                ExpertIo::Direct => experts::ReadMode::Direct,
-                ExpertIo::Buffered => experts::ReadMode::Buffered,
-            },
+            io: flags.expert_io,
             threads: flags.io_threads,
-            prefetch: match flags.prefetch {
-                Switch::Auto => experts::Prefetch::Auto,
-                Switch::On => experts::Prefetch::On,
-                Switch::Off => experts::Prefetch::Off,
-            },
+            prefetch: flags.prefetch,
             warm: true,
             ..StoreOptions::default()
         },

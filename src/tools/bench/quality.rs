@@ -3,11 +3,8 @@
 
 use super::load_model;
 use crate::{
-    command::{
-        load::{kv_bits, options},
-        text::show,
-    },
-    config::{self, LoadSettings},
+    command::{load::options, text::show},
+    config::LoadSettings,
     error::CommandError,
 };
 use moestro_base::metrics::Metrics;
@@ -56,8 +53,8 @@ struct KvBitsResult {
 pub fn run(dir: &Path, load: &LoadSettings, text: &[u32], answer: usize, json: bool) -> Result<(), CommandError> {
     let mut options = options(load);
     let asked = match load.flags.kv_bits {
-        config::KvBitsArg::Sixteen => vec![KvBits::Eight, KvBits::Four],
-        one => vec![kv_bits(one)],
+        KvBits::Sixteen => vec![KvBits::Eight, KvBits::Four],
+        one => vec![one],
     };
     options.kv_bits = KvBits::Sixteen;
     options.plan.sequences = 1 + asked.len();
