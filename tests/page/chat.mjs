@@ -118,7 +118,7 @@ export const tests = {
     assert.equal(await page.answer(), "Partial");
   },
 
-  async regenerate_replaces_the_answer(page, proxy) {
+  async regenerate_shows_a_new_version(page, proxy) {
     proxy.script(["One"]);
     await page.say("Hi");
     await page.isIdle();
@@ -128,9 +128,10 @@ export const tests = {
     await page.isIdle();
     assert.equal(await page.count(".turn.assistant"), 1);
     assert.equal(proxy.lastChat().messages.length, 1);
+    assert.match(await page.text(".turn.assistant .versions"), /2\/2/);
   },
 
-  async edited_message_discards_later_turns(page, proxy) {
+  async edited_message_is_sent_without_later_turns(page, proxy) {
     proxy.script(["One"]);
     await page.say("First");
     await page.isIdle();
@@ -154,6 +155,7 @@ export const tests = {
     proxy.script(["**Bold**\n\n```js\nlet a = 1;\n```"]);
     await page.say("Hi");
     await page.isIdle();
+    if (page.isFirefox) return; // It has no permission to read the clipboard.
     await page.context.overridePermissions(new URL(page.url()).origin, ["clipboard-read", "clipboard-write"]);
     const clipboard = async () => { await page.until(() => navigator.clipboard.readText().then(Boolean)); return page.evaluate(() => navigator.clipboard.readText()); };
     await page.press("Copy", ".code");
@@ -210,10 +212,6 @@ export const tests = {
     await page.keyboard.press("Enter");
     await page.until(() => [...document.querySelectorAll(".open-chat")].some(open => open.textContent === "Renamed"));
     await page.press("Delete", "#titles");
-    await page.press("Cancel", "#question");
-    assert.equal(await page.count(".open-chat"), 2);
-    await page.press("Delete", "#titles");
-    await page.press("Delete", "#question");
     await page.until(() => document.querySelectorAll(".open-chat").length === 1 && document.querySelector(".welcome"));
     await page.reload();
     await page.until(() => document.querySelectorAll(".open-chat").length === 1);
@@ -224,6 +222,7 @@ export const tests = {
     proxy.script(["The *answer*"]);
     await page.say("What/is <it>?");
     await page.isIdle();
+    if (page.isFirefox) return; // Puppeteer cannot choose its folder of downloads.
     const folder = path.join(downloads, String(page.width));
     const session = await page.createCDPSession();
     await session.send("Browser.setDownloadBehavior", { behavior: "allow", downloadPath: folder, browserContextId: page.context.id });
@@ -322,7 +321,7 @@ export const tests = {
     await page.until(() => document.querySelector(".turn.assistant .error")?.textContent.startsWith("Expert 3"));
     proxy.script(["Half", (_, outgoing) => outgoing.end()]);
     await page.press("Try again");
-    await page.until(() => document.querySelector(".turn.assistant .error")?.textContent.includes("connection ended"));
+    await page.until(() => document.querySelector(".turn.assistant .error")?.textContent.includes("The connection to the server broke"));
     proxy.routes["POST /v1/chat/completions"] = outgoing => outgoing.destroy();
     await page.press("Try again");
     await page.until(() => document.querySelector(".turn.assistant .error")?.textContent.includes("does not answer"));
@@ -397,6 +396,8 @@ export const tests = {
       return result;
     });
     assert.deepEqual(scaled, [2048, 512, 255]);
+    delete proxy.routes["GET /v1/models"];
+    if (page.isFirefox) return; // Scripts cannot paste files.
     // An image that is pasted into the field.
     await page.evaluate(() => {
       const transfer = new DataTransfer();

@@ -1,22 +1,26 @@
-// Runs the tests of the page: node check.mjs CHROMIUM URL URL_WITH_KEY KEY DIRECTORY [FILTER]
+// Runs the tests of the page: node check.mjs BROWSER URL URL_WITH_KEY KEY DIRECTORY [FILTER]
 import fs from "node:fs";
-import { launch, openPage, startProxy } from "./harness.mjs";
+import { isFirefox, launch, openPage, startProxy } from "./harness.mjs";
 import * as attacks from "./attacks.mjs";
 import * as chat from "./chat.mjs";
+import * as connection from "./connection.mjs";
+import * as keeping from "./keeping.mjs";
 import * as layout from "./layout.mjs";
 import * as markdown from "./markdown.mjs";
 import * as server from "./server.mjs";
 import * as speed from "./speed.mjs";
 
-const [chromium, upstream, upstreamWithKey, key, downloads, filter = ""] = process.argv.slice(2);
-const suites = { chat, markdown, attacks, layout, server, speed };
+const [executable, upstream, upstreamWithKey, key, downloads, filter = ""] = process.argv.slice(2);
+// Firefox runs them at one width. Puppeteer cannot measure its CPU time or choose its colour scheme.
+const [suites, onlyWidth] = isFirefox(executable) ? [{ chat, keeping, connection, markdown, attacks, server }, 1280] : [{ chat, keeping, connection, markdown, attacks, layout, server, speed }];
 fs.mkdirSync(downloads, { recursive: true });
-const browser = await launch(chromium), proxy = await startProxy(upstream), proxyWithKey = await startProxy(upstreamWithKey);
+const browser = await launch(executable), proxy = await startProxy(upstream), proxyWithKey = await startProxy(upstreamWithKey);
 const failed = [];
 
 async function run(name, test, width) {
   proxy.routes = {};
   proxyWithKey.routes = {};
+  proxy.isDown = proxy.isFrozen = false;
   const page = await openPage(browser, proxy.url, width);
   try {
     await test(page, proxy, { downloads, browser, proxyWithKey, key });
@@ -38,7 +42,7 @@ async function run(name, test, width) {
 try {
   for (const [suite, { tests, widths = [360, 1280] }] of Object.entries(suites)) {
     for (const [name, test] of Object.entries(tests)) {
-      if (`${suite}::${name}`.includes(filter)) for (const width of widths) await run(`${suite}::${name}`, test, width);
+      if (`${suite}::${name}`.includes(filter)) for (const width of onlyWidth ? [onlyWidth] : widths) await run(`${suite}::${name}`, test, width);
     }
   }
 } finally {

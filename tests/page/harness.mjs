@@ -1,13 +1,16 @@
 // A browser and a proxy. The proxy forwards requests to the server, or answers chat requests from a script.
 import http from "node:http";
+import path from "node:path";
 import puppeteer from "puppeteer-core";
 
 export const sleep = milliseconds => new Promise(done => setTimeout(done, milliseconds));
 
 /** Forwards everything to `upstream`, unless `proxy.routes` has a handler for "METHOD /path". */
 export async function startProxy(upstream) {
-  const proxy = { routes: {}, requests: [] };
+  const proxy = { routes: {}, requests: [], isDown: false, isFrozen: false };
   const server = http.createServer((incoming, outgoing) => {
+    if (proxy.isDown) return incoming.destroy();
+    if (proxy.isFrozen) return;
     const parts = [];
     incoming.on("data", part => parts.push(part));
     incoming.on("end", async () => {
@@ -49,15 +52,26 @@ export async function startProxy(upstream) {
   proxy.json = (route, body, status = 200) => {
     proxy.routes[route] = outgoing => { outgoing.writeHead(status, { "content-type": "application/json" }); outgoing.end(JSON.stringify(body)); };
   };
+  /** Breaks all connections, as a server does that is killed. */
+  proxy.breakAll = () => server.closeAllConnections();
   proxy.close = () => { server.closeAllConnections(); server.close(); };
   return proxy;
 }
 
-export const launch = executablePath => puppeteer.launch({ executablePath, args: ["--no-sandbox", "--disable-dev-shm-usage"] });
+export const isFirefox = executablePath => path.basename(executablePath).startsWith("firefox");
+export const launch = executablePath => isFirefox(executablePath) ? puppeteer.launch({ executablePath, browser: "firefox" })
+  : puppeteer.launch({ executablePath, args: ["--no-sandbox", "--disable-dev-shm-usage"] });
 
 /** A page in its own browser context, so with its own storage, and what it did wrong. */
 export async function openPage(browser, url, width, { height = width < 600 ? 720 : 800, waits = true } = {}) {
-  const context = await browser.createBrowserContext(), page = await context.newPage();
+  const context = await browser.createBrowserContext();
+  return prepare(await context.newPage(), context, url, width, { height, waits });
+}
+
+/** Another tab of the same browser context, so with the same storage. */
+export const openTab = page => page.context.newPage().then(other => prepare(other, page.context, page.url(), page.width, { height: 800, waits: true }));
+
+async function prepare(page, context, url, width, { height, waits }) {
   const seen = { errors: [], origins: new Set() };
   page.on("console", message => { if (["error", "warn"].includes(message.type())) seen.errors.push(message.text()); });
   page.on("pageerror", error => seen.errors.push(String(error)));
@@ -67,7 +81,7 @@ export async function openPage(browser, url, width, { height = width < 600 ? 720
   const until = (what, ...args) => page.waitForFunction(what, { timeout: 30000, polling: 50 }, ...args);
   if (waits) await until(() => document.querySelector("#model option"));
   return Object.assign(page, {
-    seen, context, until, width,
+    seen, context, until, width, isFirefox: (await context.browser().version()).startsWith("firefox"),
     text: selector => page.$eval(selector, element => element.textContent),
     texts: selector => page.$$eval(selector, all => all.map(element => element.textContent)),
     count: selector => page.$$eval(selector, all => all.length),
@@ -81,6 +95,8 @@ export async function openPage(browser, url, width, { height = width < 600 ? 720
     isIdle: () => until(() => document.querySelector("#send").textContent === "Send" && document.querySelectorAll("[aria-busy=true]").length === 0),
     isBusy: () => until(() => document.querySelector("#send").textContent === "Stop"),
     answer: () => page.$$eval(".turn.assistant > .text", all => all.at(-1).innerText),
+    /** Forgets what the browser says about requests that a test breaks. Anything else on the console is a fault. */
+    isOnlyDisturbed: () => { seen.errors = seen.errors.filter(error => !/net::|NetworkError|Failed to load resource/.test(error)); },
     isOpen: id => page.$eval("#" + id, element => element.classList.contains("open")),
     set: async (name, value) => page.evaluate((name, value) => changeSettings({ [name]: value }), name, value),
   });

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Tests the page in headless Chromium with the demo model: tests/page/run.sh BINARY [DIRECTORY [FILTER]]
+# Tests the page in headless Chromium and Firefox with the demo model: tests/page/run.sh BINARY [DIRECTORY [FILTER]]
 # Screenshots of failed tests and downloads go to DIRECTORY. FILTER is a part of a test's name, such as markdown::
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 chromium=$(command -v chromium || command -v chromium-browser || command -v google-chrome)
+firefox=$(command -v firefox-esr || command -v firefox)
 node=$here/../../target/page/node
 work=$(mktemp -d)
 trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$work"' EXIT
@@ -27,4 +28,16 @@ serve() {
 binary=$1
 serve open && open=$address
 serve keyed --api-key page-test-key && keyed=$address
-node "$node/check.mjs" "$chromium" "$open" "$keyed" page-test-key "${2:-$work/files}" "${3:-}"
+# Tests in a browser: check NAME BROWSER. The browsers mostly wait, so both run at a time.
+check() {
+  node "$node/check.mjs" "$2" "$open" "$keyed" page-test-key "$files/$1" "$filter"
+}
+files=${2:-$work/files} filter=${3:-}
+check firefox "$firefox" >"$work/firefox.log" 2>&1 &
+in_firefox=$!
+status=0
+check chromium "$chromium" || status=$?
+wait "$in_firefox" || status=$?
+printf '\nIn Firefox:\n'
+cat "$work/firefox.log"
+exit "$status"

@@ -17,8 +17,17 @@ function chatRequest(messages) {
 const DRAW_INTERVAL = 100;
 /** Drawing takes at most one part in this many of the time. */
 const DRAW_SHARE = 12;
-const SAVE_INTERVAL = 3000;
+/** A page that is killed loses at most the text of this time. */
+const SAVE_INTERVAL = 400;
 const sleep = milliseconds => new Promise(done => setTimeout(done, milliseconds));
+
+/** True while the browser leaves or reloads the page. It may break the streams before it closes the page. */
+let isLeaving = false;
+addEventListener("beforeunload", () => {
+  isLeaving = true;
+  // The user may stay.
+  setTimeout(() => { isLeaving = false; }, 2000);
+});
 
 /** One answer: reads the stream into `message` and draws it while its conversation is shown. */
 class Generation {
@@ -44,14 +53,14 @@ class Generation {
       const response = await request("v1/chat/completions", {method: "POST", body, signal: this.controller.signal});
       let isComplete = false;
       for await (const list of eventLists(response)) {
-        for (const data of list) if (data === "[DONE]") isComplete = true; else this.take(JSON.parse(data));
+        for (const event of list) if (event === DONE) isComplete = true; else this.take(event);
         await this.schedule();
       }
-      if (!isComplete) throw new Error("The connection ended before the answer was complete.");
+      if (!isComplete) throw new Error(BROKEN);
       message.note = this.summary();
     } catch (error) {
       if (error.name === "AbortError") message.note = "stopped";
-      else { message.error = error.message; message.note = ""; }
+      else if (!isLeaving) { message.error = error.message; message.note = ""; }
     }
     this.end();
   }
@@ -83,7 +92,7 @@ class Generation {
     if (running.get(this.conversation.id) !== this) return;
     const now = performance.now();
     if (now > this.nextSave) {
-      if (this.nextSave) save(this.conversation);
+      if (this.nextSave) save(this.conversation, this.message);
       this.nextSave = now + SAVE_INTERVAL;
     }
     if (this.isScheduled || document.hidden || conversation.id !== this.conversation.id) return;
@@ -116,10 +125,11 @@ class Generation {
   end() {
     const {conversation: owner, message} = this;
     if (message.tool_calls) message.tool_calls = message.tool_calls.filter(Boolean);
-    // A newer answer or a deleted conversation has taken its place.
-    if (running.get(owner.id) !== this) return;
-    running.delete(owner.id);
-    save(owner);
+    const isCurrent = running.get(owner.id) === this;
+    if (isCurrent) running.delete(owner.id);
+    save(owner, message);
+    // A newer answer runs in its place.
+    if (!isCurrent) return;
     updateSendButton();
     if (conversation.id !== owner.id) return;
     this.view?.draw(null);
@@ -136,27 +146,36 @@ function followEnd() {
   if (isFollowing) $("log").scrollTop = 1e9;
 }
 
-/** Adds a message of the user, unless it is null, and asks the model for an answer. */
-function ask(userMessage) {
-  const {messages} = conversation, answer = {role: "assistant", content: ""};
-  if (userMessage) messages.push(userMessage);
-  conversation.title ||= (userMessage?.content || userMessage?.files?.[0]?.name || userMessage?.images?.[0]?.name || "Conversation")
-    .split("\n")[0].slice(0, 60);
-  messages.push(answer);
+/** Adds a message of the user after the message `parent`, unless it is null, and asks the model for an answer. */
+function ask(userMessage, parent = conversation.messages.at(-1)?.id ?? null) {
+  running.get(conversation.id)?.stop();
+  const asked = userMessage && conversation.add(userMessage, parent);
+  const answer = conversation.add({role: "assistant", content: ""}, asked?.id ?? parent);
+  const words = asked?.content || asked?.files?.[0]?.name || asked?.images?.[0]?.name || "Conversation";
+  conversation.title ||= words.split("\n")[0].slice(0, 60);
+  startAnswer(answer, asked ? [asked] : []);
+}
+
+/** Asks for the last shown message, an empty answer. */
+function startAnswer(answer, newMessages = []) {
   rememberCurrent();
   const generation = new Generation(conversation, answer);
   notify();
   redraw();
-  save(conversation);
+  save(conversation, ...newMessages, answer);
+  if (keptTitle(conversation.id).deleted) setTitle(conversation.id, {deleted: 0});
   announce("Waiting for the answer");
   generation.run();
 }
 
+/** Asks for another version of an answer. A failed one without any text is asked for again in its place. */
 function regenerate(message) {
   if (!settingsAreValid()) return;
+  const isEmpty = !message.content && !message.reasoning_content && !message.tool_calls;
+  if (!isEmpty || message !== conversation.messages.at(-1)) return ask(null, message.parent);
   running.get(conversation.id)?.stop();
-  conversation.messages.length = conversation.messages.indexOf(message);
-  ask(null);
+  delete message.error;
+  startAnswer(message);
 }
 
 function updateSendButton() {

@@ -1,77 +1,98 @@
-// The shown conversation, the list of all conversations, and the answers in progress. They are kept in IndexedDB: the store
-// `titles` has {id, title, updated}, `messages` has {id, messages}. Without a database they live as long as the page.
+// The shown conversation, the list of all conversations, and the answers in progress.
 
-const database = new Promise(resolve => {
-  try {
-    const request = indexedDB.open("moestro", 1);
-    request.onupgradeneeded = () => ["titles", "messages"].forEach(name => request.result.createObjectStore(name, {keyPath: "id"}));
-    request.onsuccess = () => resolve(request.result);
-    request.onerror = () => resolve(null);
-  } catch { resolve(null); }
-});
-
-/** Runs `work(titles, messages)` in one transaction and returns the result of the request that it returns. */
-async function inDatabase(mode, work) {
-  const db = await database;
-  if (!db) return undefined;
-  return new Promise((resolve, reject) => {
-    const transaction = db.transaction(["titles", "messages"], mode);
-    const request = work(transaction.objectStore("titles"), transaction.objectStore("messages"));
-    transaction.oncomplete = () => resolve(request.result);
-    transaction.onerror = transaction.onabort = () => reject(transaction.error);
-  });
-}
-
-let conversation = newConversation();
+let conversation = new Conversation();
+/** Records of all conversations, also of deleted ones, newest first. */
 let titles = [];
 /** Answers in progress, by the id of their conversation. */
 const running = new Map();
+/** Tells other tabs which conversation has changed. */
+const tabs = new BroadcastChannel("moestro");
 
-function newConversation() {
-  return {id: `${Date.now()}-${Math.random().toString(36).slice(2)}`, title: "", messages: []};
-}
+const DAY = 24 * 60 * 60 * 1000;
+/** Deleted conversations can be restored for this long. */
+const KEPT_AFTER_DELETION = 30 * DAY;
 
-async function save(kept) {
-  const {id, title, messages} = kept, updated = Date.now();
-  titles = [{id, title, updated}, ...titles.filter(other => other.id !== id)];
-  drawTitles();
+const keptTitle = id => titles.find(kept => kept.id === id);
+const titleOf = id => keptTitle(id)?.title || "Untitled";
+
+/** The list is drawn after this event, because list.js uses names of this script. */
+const titlesChanged = () => dispatchEvent(new Event("titles"));
+
+/** Runs work that changes the database. A failure is shown. Returns true if it succeeds. */
+async function keep(id, work) {
   try {
-    await inDatabase("readwrite", (titleStore, messageStore) => {
-      titleStore.put({id, title, updated});
-      return messageStore.put({id, messages});
-    });
+    await work();
+    tabs.postMessage(id);
     if (!await database) notify("This browser does not keep conversations: they are gone when the page is closed.");
+    return true;
   } catch (error) {
     const reason = error?.message || "the browser's storage failed";
-    notify(`Cannot keep this conversation: ${reason}. Delete old conversations to make room.`, true);
+    notify(`Cannot keep this conversation: ${reason}. Delete old conversations for good to make room.`, true);
+    return false;
   }
+}
+
+/** Keeps messages of a conversation that are new or have changed. */
+async function save(owner, ...messages) {
+  const updated = Date.now();
+  owner.title = keptTitle(owner.id)?.title || owner.title;
+  titles = [{...keptTitle(owner.id), id: owner.id, title: owner.title, updated, choices: owner.choices},
+    ...titles.filter(other => other.id !== owner.id)];
+  titlesChanged();
+  for (const message of messages) unsaved.set(message.id, {owner, message});
+  const isKept = await keep(owner.id, () => keepMessages(owner, messages, updated));
+  const isRunning = message => running.get(owner.id)?.message === message;
+  for (const message of isKept ? messages : []) if (!isRunning(message)) { unsaved.delete(message.id); forgetRescued(message.id); }
+}
+
+/** Changes the record of a conversation here and in the database. */
+function setTitle(id, changes) {
+  titles = titles.map(kept => kept.id === id ? {...kept, ...changes} : kept);
+  titlesChanged();
+  return keep(id, () => changeTitle(id, kept => kept && {...kept, ...changes}));
 }
 
 async function readTitles() {
   const kept = await inDatabase("readonly", titleStore => titleStore.getAll());
   if (kept) titles = kept.sort((a, b) => b.updated - a.updated);
-  drawTitles();
+  titlesChanged();
 }
 
-async function openConversation(id) {
-  const title = titles.find(kept => kept.id === id)?.title || "";
-  const messages = running.get(id)?.conversation.messages
-    || (await inDatabase("readonly", (_, messageStore) => messageStore.get(id)))?.messages;
-  if (messages) showConversation({id, title, messages});
+/** Opens a conversation, and shows the path to a message of it. */
+async function openConversation(id, messageId) {
+  const nodes = await readNodes(id) || [], opened = running.get(id)?.conversation || new Conversation(keptTitle(id), nodes);
+  opened.merge(nodes);
+  if (!opened.messages.length) return;
+  if (opened.nodes.has(messageId)) opened.choose(opened.nodes.get(messageId));
+  showConversation(opened);
 }
 
 function showConversation(shown) {
-  conversation = running.get(shown.id)?.conversation || shown;
+  conversation = shown;
   rememberCurrent();
   notify();
   redraw();
-  drawTitles();
+  titlesChanged();
 }
 
-/** Draws the shown conversation again. It is an event, because turns.js, which draws, uses names of this script. */
-function redraw() {
-  dispatchEvent(new Event("redraw"));
+/** Draws the shown conversation again, or only `changed` messages. It is an event, because turns.js uses names of this script. */
+function redraw(changed = null) {
+  dispatchEvent(new CustomEvent("redraw", {detail: changed}));
 }
+
+/** Takes what another tab has written. */
+async function takeFromOtherTabs() {
+  if (document.hidden) return;
+  await readTitles();
+  const shown = conversation, kept = keptTitle(shown.id);
+  if (!kept) return;
+  shown.title = kept.title;
+  const changed = shown.merge(await readNodes(shown.id) || []);
+  if (changed.length && conversation === shown) redraw(changed);
+}
+
+tabs.onmessage = () => takeFromOtherTabs().catch(() => {});
+document.addEventListener("visibilitychange", () => takeFromOtherTabs().catch(() => {}));
 
 /** Remembers the shown conversation for a reload of this tab. */
 function rememberCurrent() {
@@ -79,73 +100,61 @@ function rememberCurrent() {
 }
 
 function startNewChat() {
-  showConversation(newConversation());
+  showConversation(new Conversation());
   if (isNarrow()) setPanel("list", false);
   $("say").focus();
+}
+
+/** Shows another version of a message: the one before it (-1) or after it (1). */
+function showVersion(message, step) {
+  const versions = conversation.versions(message), other = versions[versions.indexOf(message) + step];
+  if (!other) return;
+  conversation.choose(other);
+  redraw();
+  if (keptTitle(conversation.id)) setTitle(conversation.id, {choices: {...conversation.choices}});
+  dispatchEvent(new CustomEvent("version", {detail: {message: other, step}}));
 }
 
 async function renameConversation(kept) {
   const title = await askUser({title: "Rename conversation", label: "Name", value: kept.title, action: "Rename"});
   if (!title?.trim()) return;
-  kept.title = title.trim();
   const shown = running.get(kept.id)?.conversation || (conversation.id === kept.id ? conversation : null);
-  if (shown) shown.title = kept.title;
-  drawTitles();
-  await inDatabase("readwrite", titleStore => titleStore.put(kept));
+  if (shown) shown.title = title.trim();
+  await setTitle(kept.id, {title: title.trim()});
 }
 
+/** Moves a conversation to the deleted ones. */
 async function deleteConversation(kept) {
-  const text = "The messages are deleted from this browser. This cannot be undone.";
-  if (!await askUser({title: `Delete “${kept.title}”?`, text, action: "Delete"})) return;
   running.get(kept.id)?.stop();
-  running.delete(kept.id);
-  titles = titles.filter(other => other.id !== kept.id);
-  await inDatabase("readwrite", (titleStore, messageStore) => {
-    titleStore.delete(kept.id);
-    return messageStore.delete(kept.id);
-  });
-  if (conversation.id === kept.id) startNewChat(); else drawTitles();
+  if (conversation.id === kept.id) startNewChat();
+  await setTitle(kept.id, {deleted: Date.now()});
+  notify(`“${titleOf(kept.id)}” is deleted.`, false, button("Undo", "", () => { notify(); restoreConversation(kept.id); }));
 }
 
-async function exportConversation(kept, asMarkdown) {
-  if (conversation.id !== kept.id) await openConversation(kept.id);
-  const name = kept.title.replace(/[^\p{L}\p{N} _-]/gu, "").trim().slice(0, 60) || "conversation";
-  const messages = apiMessages(conversation.messages);
-  if (!asMarkdown) return download(name + ".json", "application/json", JSON.stringify({title: kept.title, messages}, null, 2));
-  const parts = messages.map(({role, content, tool_calls: calls}) => {
-    const words = typeof content === "string" ? content : content.map(part => part.text || "(image)").join("\n\n");
-    const called = (calls || []).map(call => fenced(`${call.function.name} ${call.function.arguments}`));
-    return [`## ${{user: "You", assistant: "Answer", tool: "Tool result"}[role]}`, words, ...called].filter(Boolean).join("\n\n");
-  });
-  download(name + ".md", "text/markdown", `# ${kept.title}\n\n${parts.join("\n\n")}\n`);
+async function restoreConversation(id) {
+  await setTitle(id, {deleted: 0});
+  await openConversation(id);
 }
 
-/** Draws the list. An item whose place and text stay the same is not replaced, because it may have the focus or a click. */
-function drawTitles() {
-  $("no-titles").hidden = false;
-  const list = $("titles"), drawn = new Map([...list.children].map(item => [item.dataset.id, item]));
-  titles.forEach((kept, at) => {
-    const item = drawn.get(kept.id) || make("li");
-    drawn.delete(kept.id);
-    drawTitle(item, kept);
-    if (list.children[at] !== item) list.insertBefore(item, list.children[at]);
-  });
-  drawn.forEach(item => item.remove());
+async function deleteForGood(ids) {
+  for (const id of ids) {
+    titles = titles.filter(other => other.id !== id);
+    await keep(id, () => inDatabase("readwrite", (titleStore, nodeStore) => {
+      titleStore.delete(id);
+      return nodeStore.delete(nodesOf(id));
+    }));
+  }
+  titlesChanged();
 }
 
-function drawTitle(item, {id, title}) {
-  const isShown = id === conversation.id, text = JSON.stringify([title, isShown]);
-  if (item.dataset.text === text) return;
-  Object.assign(item.dataset, {id, text});
-  item.ariaCurrent = isShown ? "true" : null;
-  const kept = () => titles.find(kept => kept.id === id);
-  const open = button(title || "Untitled", "open-chat", () => { openConversation(id); if (isNarrow()) setPanel("list", false); });
-  open.title = title;
-  item.replaceChildren(open);
-  if (!isShown) return;
-  item.append(make("div", "actions",
-    button("Rename", "plain", () => renameConversation(kept())),
-    button("Delete", "plain", () => deleteConversation(kept())),
-    button("Save as Markdown", "plain", () => exportConversation(kept(), true)),
-    button("Save as JSON", "plain", () => exportConversation(kept(), false))));
+async function askToDeleteForGood() {
+  const deleted = titles.filter(kept => kept.deleted), text = "This cannot be undone.";
+  if (await askUser({title: `Delete ${plural(deleted.length, "conversation")} for good?`, text, action: "Delete"})) {
+    await deleteForGood(deleted.map(kept => kept.id));
+  }
+}
+
+/** Deletes conversations for good that were deleted long ago. */
+function emptyBin() {
+  return deleteForGood(titles.filter(kept => kept.deleted && Date.now() - kept.deleted > KEPT_AFTER_DELETION).map(kept => kept.id));
 }

@@ -28,7 +28,7 @@ const MEMORY_NAMES = {
 
 let previous = null, previousTime = 0;
 async function drawGauges() {
-  const values = parseMetrics(await (await fetch("metrics")).text()), now = performance.now() / 1000;
+  const values = parseMetrics(await (await poll("metrics")).text()), now = performance.now() / 1000;
   const since = name => previous ? Math.max(0, (values[name] || 0) - (previous[name] || 0)) : 0;
   const rate = name => previous ? since(name) / (now - previousTime) : 0;
   const share = (part, whole) => whole > 0 ? percent(part, whole) : null;

@@ -7,7 +7,7 @@ const acceptsImages = () => Boolean(models.find(model => model.id === chosenMode
 
 async function refreshModels(isBackground = false) {
   try {
-    health = await fetch("health").then(response => response.json());
+    health = await poll("health").then(response => response.json());
     models = (await (await request("v1/models", {isBackground})).json()).data;
   } catch (error) {
     if (!isBackground) notify(error.message, true);

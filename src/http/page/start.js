@@ -11,19 +11,28 @@ async function repeat(work, interval, isNeeded = () => true) {
 async function startPage() {
   changeSettings({});
   drawConversation();
+  repeat(checkServer, 1000);
+  await recoverMessages();
   await readTitles();
   let current = null;
   try { current = sessionStorage.getItem("moestro.current"); } catch { /* Start with a new chat. */ }
-  if (current && titles.some(kept => kept.id === current)) await openConversation(current);
+  if (current && keptTitle(current)) await openConversation(current);
+  emptyBin();
   await refreshModels();
-  const gaugesAreOpen = () => $("gauges").classList.contains("open");
+  const gaugesAreOpen = () => $("gauges").classList.contains("open") && !isDown;
   repeat(drawGauges, 1000, gaugesAreOpen);
   repeat(drawExperts, 2000, gaugesAreOpen);
-  repeat(() => refreshModels(true), 5000);
+  repeat(() => refreshModels(true), 5000, () => !isDown);
 }
 
-addEventListener("pagehide", () => { for (const {conversation: owner} of running.values()) save(owner); });
-document.addEventListener("visibilitychange", () => {
-  if (!document.hidden) { running.get(conversation.id)?.draw(); readTitles().catch(() => {}); }
-});
+/** Asks the server for a sign of life if it has not answered anything for a second. */
+async function checkServer() {
+  if (Date.now() - lastAnswer < 1000) return;
+  const wasDown = isDown;
+  await poll("health");
+  if (wasDown) await refreshModels(true);
+}
+
+addEventListener("pagehide", rescueMessages);
+document.addEventListener("visibilitychange", () => { if (!document.hidden) running.get(conversation.id)?.draw(); });
 startPage();

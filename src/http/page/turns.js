@@ -1,7 +1,9 @@
 // Turns of the shown conversation: messages of the user, and answers with reasoning, tool calls and their results.
 
 function drawConversation() {
-  const {messages} = conversation;
+  const {messages} = conversation, generation = running.get(conversation.id);
+  // The running answer may be in a version that is not shown.
+  if (generation) generation.view = null;
   $("turns").replaceChildren(...messages.length ? messages.map(drawTurn) : [drawWelcome()]);
   document.title = conversation.title ? conversation.title + " · Moestro" : "Moestro";
   isFollowing = true;
@@ -9,8 +11,29 @@ function drawConversation() {
   updateSendButton();
 }
 
+/** Draws the messages that another tab has changed. */
+function drawChanged(changed) {
+  const shown = [...$("turns").children].map(box => box.message), {messages} = conversation;
+  const isSamePath = messages.length === shown.length && messages.every((message, index) => message === shown[index]);
+  // A field that the user may be filling stays.
+  if ($("turns").querySelector("textarea")) return;
+  if (!isSamePath) return drawConversation();
+  for (const box of [...$("turns").children]) {
+    if (changed.some(message => isSibling(message, box.message))) box.replaceWith(drawTurn(box.message));
+  }
+  followEnd();
+}
+
+const isSibling = (message, other) => conversation.parentOf(message) === conversation.parentOf(other);
+const turnOf = message => [...$("turns").children].find(box => box.message === message);
+
 function drawTurn(message) {
-  if (message.role === "user") return drawUserTurn(message);
+  const box = message.role === "user" ? drawUserTurn(message) : drawAnswerTurn(message);
+  box.message = message;
+  return box;
+}
+
+function drawAnswerTurn(message) {
   const generation = running.get(conversation.id), isRunning = generation?.message === message;
   const view = new AnswerView(message);
   if (isRunning) generation.view = view;
@@ -29,9 +52,34 @@ function drawUserTurn(message) {
   if (message.files?.length || message.images?.length) bubble.append(drawAttached(message));
   if (message.content) bubble.append(make("div", "words", message.content));
   const copy = button("Copy", "plain", () => copyText(message.content, copy));
-  box.append(bubble, make("div", "actions", copy, button("Edit", "plain", () => editTurn(box, message))));
+  box.append(bubble, make("div", "actions", ...drawVersions(message), copy, button("Edit", "plain", () => editTurn(box, message))));
   return box;
 }
+
+/** Buttons that show the version before and after this one, and its number. Nothing if there is one version. */
+function drawVersions(message) {
+  const versions = conversation.versions(message), at = versions.indexOf(message);
+  if (versions.length < 2) return [];
+  const arrow = (sign, label, step) => {
+    const made = button(sign, "plain", () => showVersion(message, step));
+    made.setAttribute("aria-label", label);
+    made.title = label;
+    made.dataset.step = step;
+    made.disabled = !versions[at + step];
+    return made;
+  };
+  const place = `${at + 1}/${versions.length}`;
+  return [make("span", "versions", arrow("‹", "Previous version", -1), place, arrow("›", "Next version", 1)), " "];
+}
+
+addEventListener("version", ({detail: {message, step}}) => {
+  const [back, forward] = turnOf(message).querySelectorAll("[data-step]");
+  const isForward = step > 0 ? !forward.disabled : back.disabled;
+  (isForward ? forward : back).focus();
+  turnOf(message).scrollIntoView({block: "nearest"});
+  const versions = conversation.versions(message);
+  announce(`Version ${versions.indexOf(message) + 1} of ${versions.length}`);
+});
 
 function drawAttached({files = [], images = []}) {
   const drawnFiles = files.map(file => make("details", "",
@@ -46,17 +94,16 @@ function drawImage({name, url}) {
   return make("span", "", image);
 }
 
-/** Replaces a message of the user by a form. Sending it discards all later turns. */
+/** Replaces a message of the user by a form. Sending it makes a new version of the message. */
 function editTurn(box, message) {
   const field = make("textarea", "", message.content);
   field.setAttribute("aria-label", "Edit message");
   field.value = message.content;
-  const restore = () => box.replaceWith(drawUserTurn(message));
+  const restore = () => box.replaceWith(drawTurn(message));
   const send = () => {
     if ((!field.value.trim() && !message.files?.length && !message.images?.length) || !settingsAreValid()) return;
-    running.get(conversation.id)?.stop();
-    conversation.messages.length = conversation.messages.indexOf(message);
-    ask({...message, content: field.value.trim()});
+    const {files, images} = message;
+    ask({role: "user", content: field.value.trim(), ...files && {files}, ...images && {images}}, message.parent);
   };
   field.onkeydown = event => { if (event.key === "Escape") restore(); if (isSubmitKey(event)) { event.preventDefault(); send(); } };
   box.replaceChildren(make("div", "bubble editor", field, button("Send", "main", send), " ", button("Cancel", "", restore)));
@@ -72,7 +119,7 @@ class AnswerView {
     this.waiting = make("div", "soft");
     this.text = make("div", "text");
     this.cards = make("div");
-    this.foot = make("div", "foot");
+    this.foot = make("div", "foot", ...drawVersions(message));
     this.box.append(this.waiting, this.text, this.cards, this.foot);
     this.markdown = new MarkdownView(this.text);
   }
@@ -164,14 +211,14 @@ class AnswerView {
     if (running.has(conversation.id) || !settingsAreValid()) return;
     this.message.results = Object.fromEntries(
       [...this.cards.querySelectorAll("textarea")].map(field => [field.dataset.call, field.value]));
-    drawConversation();
-    ask(null);
+    save(conversation, this.message);
+    ask(null, this.message.id);
   }
 
   drawFoot() {
     const {message} = this, copy = button("Copy", "plain", () => copyText(message.content, copy));
-    const again = button(message.error ? "Try again" : "Regenerate", "plain last-only", () => regenerate(message));
-    const parts = [message.content ? copy : "", again, message.note || ""].filter(Boolean);
+    const again = button(message.error ? "Try again" : "Regenerate", "plain", () => regenerate(message));
+    const parts = [...drawVersions(message), message.content ? copy : "", again, message.note || ""].filter(Boolean);
     this.foot.replaceChildren(...message.error ? [make("div", "error", message.error)] : [], ...parts.flatMap(part => [part, " "]));
   }
 }
@@ -180,4 +227,5 @@ function prettyJson(text) {
   try { return JSON.stringify(JSON.parse(text), null, 2); } catch { return text; }
 }
 
-addEventListener("redraw", drawConversation);
+addEventListener("redraw", ({detail}) => detail ? drawChanged(detail) : drawConversation());
+addEventListener("find", ({detail}) => turnOf(conversation.nodes.get(detail))?.scrollIntoView({block: "start"}));

@@ -1,0 +1,99 @@
+// The browser's database. The store `titles` has {id, title, updated, choices, deleted} for each conversation, `nodes` has one
+// record for each message: {conversation, id, parent, ...}. A tab writes only messages that it has made or changed, so that
+// two tabs do not overwrite each other's. Without a database, conversations live as long as the page.
+
+const database = new Promise(resolve => {
+  try {
+    const request = indexedDB.open("moestro", 2);
+    request.onupgradeneeded = event => createStores(request.result, request.transaction, event.oldVersion);
+    request.onblocked = () => notify("Close the other tabs with this page: an older version of it is open there.", true);
+    request.onsuccess = () => {
+      // A newer version of the page, in another tab, can change the stores.
+      request.result.onversionchange = () => request.result.close();
+      resolve(request.result);
+    };
+    request.onerror = () => resolve(null);
+  } catch { resolve(null); }
+});
+
+function createStores(db, transaction, oldVersion) {
+  const nodes = db.createObjectStore("nodes", {keyPath: ["conversation", "id"]});
+  if (!oldVersion) { db.createObjectStore("titles", {keyPath: "id"}); return; }
+  // Version 1 had a store `messages` of {id, messages}.
+  transaction.objectStore("messages").openCursor().onsuccess = ({target: {result: cursor}}) => {
+    if (!cursor) { db.deleteObjectStore("messages"); return; }
+    for (const node of chainOf(cursor.value.messages)) nodes.put({...node, conversation: cursor.value.id});
+    cursor.continue();
+  };
+}
+
+/** Messages with an id and a parent each: every message follows the one before it. */
+function chainOf(messages) {
+  const idOf = index => "0-" + String(index).padStart(6, "0");
+  return messages.map((message, index) => ({...message, id: idOf(index), parent: index ? idOf(index - 1) : null}));
+}
+
+/** Runs `work(titles, nodes)` in one transaction and returns the result of the request that it returns. */
+async function inDatabase(mode, work) {
+  const db = await database;
+  if (!db) return undefined;
+  return new Promise((resolve, reject) => {
+    const transaction = db.transaction(["titles", "nodes"], mode);
+    const request = work(transaction.objectStore("titles"), transaction.objectStore("nodes"));
+    transaction.oncomplete = () => resolve(request?.result);
+    transaction.onerror = transaction.onabort = () => reject(transaction.error);
+  });
+}
+
+const nodesOf = id => IDBKeyRange.bound([id], [id, []]);
+const readNodes = id => inDatabase("readonly", (_, nodeStore) => nodeStore.getAll(nodesOf(id)));
+
+/** Changes the record of a conversation. `change` gets the record, which is undefined if there is none. */
+function changeTitle(id, change) {
+  return inDatabase("readwrite", (titleStore, nodeStore) => {
+    const request = titleStore.get(id);
+    request.onsuccess = () => {
+      const changed = change(request.result, nodeStore);
+      if (changed) titleStore.put(changed);
+    };
+    return request;
+  });
+}
+
+/** Keeps these messages of a conversation, and all of its messages if the database does not have it. */
+function keepMessages(owner, messages, updated) {
+  return changeTitle(owner.id, (kept, nodeStore) => {
+    for (const message of kept ? messages : owner.nodes.values()) nodeStore.put({...message, conversation: owner.id});
+    return {title: owner.title, ...kept, id: owner.id, updated, choices: {...kept?.choices, ...owner.choices}};
+  });
+}
+
+/** Messages whose last change the database may not have, by id, with their conversations. */
+const unsaved = new Map();
+const RESCUE = "moestro.unsaved.";
+
+/** Keeps unsaved messages outside the database. A page that is closed has no time for a transaction. */
+function rescueMessages() {
+  for (const [id, {owner, message}] of unsaved) {
+    try {
+      localStorage.setItem(RESCUE + id, JSON.stringify({id: owner.id, title: owner.title, choices: owner.choices, message}));
+    } catch { /* The storage is full: the database has the message as it was half a second ago. */ }
+  }
+}
+
+function forgetRescued(id) {
+  try { localStorage.removeItem(RESCUE + id); } catch { /* Nothing can be kept there, either. */ }
+}
+
+/** Moves messages that closed pages have kept to the database. */
+async function recoverMessages() {
+  let keys = [];
+  try { keys = Object.keys(localStorage).filter(key => key.startsWith(RESCUE)); } catch { return; }
+  for (const key of keys) {
+    try {
+      const {id, title, choices, message} = JSON.parse(localStorage.getItem(key));
+      await keepMessages({id, title, choices, nodes: new Map([[message.id, message]])}, [message], Date.now());
+    } catch { /* Not written by this page. */ }
+    localStorage.removeItem(key);
+  }
+}
