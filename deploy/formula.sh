@@ -33,6 +33,7 @@ class Moestro < Formula
   def install
     bin.install "moestro"
     man1.install Dir["man/*.1"]
+    man5.install Dir["man/*.5"]
     bash_completion.install "completions/moestro.bash" => "moestro"
     zsh_completion.install "completions/moestro.zsh" => "_moestro"
     fish_completion.install "completions/moestro.fish"
