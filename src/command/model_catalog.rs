@@ -51,7 +51,8 @@ pub struct ModelCatalog {
 
 impl ModelLoader for ModelCatalog {
     fn list(&self) -> Vec<ModelEntry> {
-        let listed = |entry: &CatalogEntry| ModelEntry { id: entry.id.clone(), created: entry.created() };
+        let listed =
+            |entry: &CatalogEntry| ModelEntry { id: entry.id.clone(), created: entry.created(), size: entry.bytes() };
         self.entries().iter().map(listed).collect()
     }
 

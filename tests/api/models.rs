@@ -61,7 +61,7 @@ struct MockLoader(Arc<MockModels>);
 
 impl ModelLoader for MockLoader {
     fn list(&self) -> Vec<ModelEntry> {
-        let listed = |id: &str| ModelEntry { id: id.into(), created: SystemTime::UNIX_EPOCH };
+        let listed = |id: &str| ModelEntry { id: id.into(), created: SystemTime::UNIX_EPOCH, size: 4096 };
         ["first", "org/second", "broken"].into_iter().chain(self.0.also).map(listed).collect()
     }
 
@@ -175,6 +175,7 @@ async fn list_suits_three_clients() {
     };
     let list = server.get("/v1/models").await.json().await;
     assert_eq!((ids(&list), list.get("models")), (vec!["first".into(), "org/second".into(), "broken".into()], None));
+    assert_eq!(list["data"][1]["size"], 4096, "the page shows the size of each model");
     // Claude Code shows only ids that begin with the name `claude`.
     let headers = [("anthropic-version", "2023-06-01")];
     let list = server.send("GET", "/v1/models?limit=1000", &headers, None).await.json().await;

@@ -283,7 +283,7 @@ export const tests = {
 
   async wrong_settings_stop_the_message(page, proxy) {
     proxy.requests.length = 0;
-    for (const [name, value, sentence] of [["tools", "{oops", /not valid JSON/], ["tools", "{}", /must be a JSON list/], ["tools", "[{}]", /needs "type"/], ["temperature", "9", null]]) {
+    for (const [name, value, sentence] of [["tools", "{oops", /not valid JSON/], ["tools", "{}", /must be a JSON list/], ["tools", "[{}]", /Tool 1 needs "type"/], ["temperature", "9", null]]) {
       await page.set("tools", "");
       await page.set(name, value);
       await page.$eval("#say", field => { field.value = ""; });

@@ -7,12 +7,13 @@ import * as connection from "./connection.mjs";
 import * as keeping from "./keeping.mjs";
 import * as layout from "./layout.mjs";
 import * as markdown from "./markdown.mjs";
+import * as panels from "./panels.mjs";
 import * as server from "./server.mjs";
 import * as speed from "./speed.mjs";
 
 const [executable, upstream, upstreamWithKey, key, downloads, filter = ""] = process.argv.slice(2);
 // Firefox runs them at one width. Puppeteer cannot measure its CPU time or choose its colour scheme.
-const [suites, onlyWidth] = isFirefox(executable) ? [{ chat, keeping, connection, markdown, attacks, server }, 1280] : [{ chat, keeping, connection, markdown, attacks, layout, server, speed }];
+const [suites, onlyWidth] = isFirefox(executable) ? [{ chat, keeping, connection, panels, markdown, attacks, server }, 1280] : [{ chat, keeping, connection, panels, markdown, attacks, layout, server, speed }];
 fs.mkdirSync(downloads, { recursive: true });
 const browser = await launch(executable), proxy = await startProxy(upstream), proxyWithKey = await startProxy(upstreamWithKey);
 const failed = [];

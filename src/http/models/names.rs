@@ -8,6 +8,8 @@ pub struct ModelEntry {
     /// Id of the model: `org/name` for a model from the hub, else a name.
     pub id: String,
     pub created: SystemTime,
+    /// Bytes of the weight files.
+    pub size: u64,
 }
 
 /// Prefix of the additional ids in the list of models for Anthropic's clients. Claude Code shows only ids that begin

@@ -75,10 +75,11 @@ pub async fn show(State(state): State<Arc<ServerState>>, body: Body) -> Result<J
     })))
 }
 
-/// A model in a list. The size on disk is not known here.
+/// A model in a list.
 fn entry(model: &ModelObject) -> Value {
     json!({
-        "name": model.id, "model": model.id, "modified_at": model.created_at, "size": 0,
+        "name": model.id, "model": model.id, "modified_at": model.created_at,
+        "size": model.size.unwrap_or_default(),
         "digest": hex::encode(Sha256::digest(&model.id)), "details": details(model),
     })
 }

@@ -42,6 +42,9 @@ pub struct ModelObject {
     /// `text`, and `image` if the model sees images.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub input_modalities: Option<Vec<&'static str>>,
+    /// Bytes of the weight files. Absent if the served model is not in the list of models.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub size: Option<u64>,
     /// True if the model is in memory. The model's experts may still be read on demand.
     pub loaded: bool,
     /// Anthropic's name of `object`.
@@ -134,8 +137,10 @@ pub async fn lm_studio(State(state): State<Arc<ServerState>>) -> Result<Json<Val
 /// Lists the loaded model first, then the other models.
 pub async fn list(state: &ServerState) -> Result<Vec<ModelObject>, ApiError> {
     state.ensure_ready()?;
+    let entries = state.models.list().await;
     let loaded_id = state.models.loaded_id();
     let model = state.models.model();
+    let size = |id: &String| entries.iter().find(|entry| entry.id == *id).map(|entry| entry.size);
     let loaded = model.zip(loaded_id.clone()).map(|(model, id)| ModelObject {
         max_model_len: Some(model.engine.context()),
         context_length: Some(model.engine.context()),
@@ -152,13 +157,13 @@ pub async fn list(state: &ServerState) -> Result<Vec<ModelObject>, ApiError> {
             Some(_) => vec!["text", "image"],
             None => vec!["text"],
         }),
+        size: size(&id),
         loaded: true,
         ..ModelObject::new(id, model.card.created)
     });
-    let entries = state.models.list().await;
     let others = entries.iter().filter(|entry| loaded_id.as_ref() != Some(&entry.id)).map(|entry| {
         let created = entry.created.duration_since(UNIX_EPOCH).as_ref().map_or(0, Duration::as_secs);
-        ModelObject::new(entry.id.clone(), created)
+        ModelObject { size: Some(entry.size), ..ModelObject::new(entry.id.clone(), created) }
     });
     Ok(loaded.into_iter().chain(others).collect())
 }

@@ -26,6 +26,14 @@ const MEMORY_NAMES = {
   draft: "Draft model", vision: "Image encoder",
 };
 
+const LINES = {
+  tokens: new Line("Tokens per second", value => value.toFixed(1)),
+  hits: new Line("Experts found in memory", value => value.toFixed(1) + " %"),
+  disk: new Line("Read from the disk", value => (value / 1e6).toFixed(1) + " MB/s"),
+  memory: new Line("Memory in use", bytes),
+};
+const RESIDENT = 'moestro_process_memory_bytes{kind="resident"}';
+
 let previous = null, previousTime = 0;
 async function drawGauges() {
   const values = parseMetrics(await (await poll("metrics")).text()), now = performance.now() / 1000;
@@ -48,6 +56,14 @@ async function drawGauges() {
     ["Drafted tokens accepted", share(accepted, drafted)],
   ]);
   drawMemory(values);
+  if (previous) {
+    const counted = pattern => sum(values, pattern) - sum(previous, pattern), all = counted(/^moestro_expert_lookups_total/);
+    const missed = counted(/^moestro_expert_lookups_total.*result="miss"/);
+    LINES.tokens.add(previousTime, now, rate("moestro_generated_tokens_total"));
+    LINES.hits.add(previousTime, now, all > 0 ? 100 * (all - missed) / all : null);
+    LINES.disk.add(previousTime, now, rate("moestro_ssd_disk_bytes_total"));
+    LINES.memory.add(previousTime, now, values[RESIDENT] || null);
+  }
   previous = values;
   previousTime = now;
 }
@@ -58,7 +74,7 @@ function drawMemory(values) {
     .map(name => [/^moestro_memory_bytes\{kind="(.*)"\}$/.exec(name)?.[1], values[name]])
     .filter(([kind, held]) => kind && held > 0);
   reserved.sort((a, b) => b[1] - a[1]);
-  const resident = values['moestro_process_memory_bytes{kind="resident"}'];
+  const resident = values[RESIDENT];
   fillFacts($("memory"), [
     ["In use by the server", resident ? bytes(resident) : null],
     ["Limit", bytes(values.moestro_memory_limit_bytes || 0)]

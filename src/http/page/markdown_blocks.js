@@ -8,7 +8,7 @@ const RULE = /^ {0,3}([-*_])( *\1){2,} *$/;
 const FENCE = /^ {0,3}(`{3,}|~{3,})([^`]*)$/;
 const HEADING = /^ {0,3}(#{1,6})(?:\s(.*))?$/;
 const QUOTE = /^ {0,3}> ?/;
-const MATH_START = /^\s*(\$\$|\\\[)/;
+const MATH_START = /^\s*(\$\$|\\\[|\\begin\{([a-zA-Z]+\*?)\})/;
 
 const indentOf = line => line.length - line.trimStart().length;
 const startsBlock = line => FENCE.test(line) || HEADING.test(line) || QUOTE.test(line) || RULE.test(line) || MARKER.test(line)
@@ -42,6 +42,7 @@ function readFence(lines, at) {
 function readMath(lines, at) {
   const open = MATH_START.exec(lines[at]);
   if (!open) return null;
+  if (open[2]) return readEnvironment(lines, at, open[2]);
   const closer = open[1] === "$$" ? "$$" : "\\]";
   let tex = lines[at].slice(open[0].length), to = at + 1;
   while (!tex.includes(closer) && to < lines.length && lines[to].trim()) tex += "\n" + lines[to++];
@@ -49,6 +50,16 @@ function readMath(lines, at) {
   if (rest !== undefined && /^[\s.,;]*$/.test(tex.slice(inside.length + closer.length))) return {type: "math", tex: inside, to};
   while (rest !== undefined && to < lines.length && lines[to].trim() && !startsBlock(lines[to])) to += 1;
   return {type: "paragraph", text: lines.slice(at, to).join("\n"), to};
+}
+
+/** An environment such as `align` without dollars around it. */
+function readEnvironment(lines, at, name) {
+  const end = `\\end{${name}}`;
+  let to = at;
+  while (to < lines.length && !lines[to].includes(end) && lines[to].trim()) to += 1;
+  const tex = lines.slice(at, to + 1).join("\n").trim();
+  const isWhole = Object.hasOwn(ENVIRONMENTS, name.replace("*", "")) && /^[.,;]?$/.test(tex.split(end)[1] ?? "-");
+  return isWhole ? {type: "math", tex: tex.slice(0, tex.indexOf(end) + end.length), to: to + 1} : null;
 }
 
 function readHeading(lines, at) {

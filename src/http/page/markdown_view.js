@@ -86,22 +86,14 @@ function drawTable(block) {
   return {node: scrollable("Table", make("table", "", make("thead", "", row(block.head, "th")), body)), update};
 }
 
-/** Long code is drawn in parts of about this many characters: the browser lays out again only the part that grows. */
-const CODE_PART = 2000;
-
 function drawCode(block) {
-  let part = make("span"), partStart = 0, shown = "";
-  const code = make("code", "", part), pre = make("pre", "", code);
+  const code = make("code"), pre = make("pre", "", code), view = new CodeView(code, block.language);
+  let shown = "";
   const update = ({language, text}) => {
     if (language !== block.language || !text.startsWith(shown)) return false;
     // Newlines at the end are left out until text follows: at the end of a part they would show no empty line.
-    const added = text.slice(shown.length).replace(/\n+$/, ""), end = shown.length - partStart > CODE_PART ? added.indexOf("\n") : -1;
-    part.append(end < 0 ? added : added.slice(0, end));
-    if (end >= 0) {
-      part = make("span", "", added.slice(end + 1));
-      partStart = shown.length + end;
-      code.append("\n", part);
-    }
+    const added = text.slice(shown.length).replace(/\n+$/, "");
+    view.add(added);
     shown += added;
     return true;
   };

@@ -14,7 +14,7 @@ async function refreshModels(isBackground = false) {
     return;
   }
   if (picked && !models.some(model => model.id === picked)) picked = null;
-  const options = models.map(model => [model.id, model.id + (model.loaded ? "" : " (not loaded)")]);
+  const options = models.map(model => [model.id, describeModel(model)]);
   const shown = [...$("model").options].map(option => [option.value, option.textContent]);
   if (JSON.stringify(options) !== JSON.stringify(shown)) {
     $("model").replaceChildren(...options.map(([id, text]) => {
@@ -28,6 +28,20 @@ async function refreshModels(isBackground = false) {
     const welcome = $("turns").querySelector(".welcome");
     if (welcome && welcome.textContent !== drawWelcome().textContent) welcome.replaceWith(drawWelcome());
   }
+}
+
+/** Name, size and whether it fits, as the picker shows them. */
+function describeModel({id, loaded, size}) {
+  const facts = [!loaded && "not loaded", size && bytes(size), size && fitOf(size)].filter(Boolean);
+  return facts.length ? `${id} (${facts.join(", ")})` : id;
+}
+
+/** Whether weights of this many bytes fit in memory next to what the loaded model's plan reserves for other things. */
+function fitOf(size) {
+  const plan = health?.plan;
+  if (!plan) return "";
+  const rest = plan.reserved - plan.trunk - plan.experts - plan.prompt_cache - plan.draft;
+  return size + rest <= plan.limit ? "fits in memory" : "partly read from the disk";
 }
 
 /** Loads the picked model. Counting the tokens of an empty prompt is the smallest request that needs the model. */

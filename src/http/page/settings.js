@@ -16,22 +16,34 @@ function changeSettings(changes) {
   document.documentElement.style.colorScheme = settings.theme || "";
 }
 
-/** Returns the tools of the settings. Throws a sentence that says what is wrong. */
+/** Returns the tools of the settings. Throws a sentence that says what is wrong: the server refuses the same. */
 function parseTools(text) {
   if (!text?.trim()) return undefined;
   let tools;
   try { tools = JSON.parse(text); } catch (error) { throw new Error(`The tools are not valid JSON: ${error.message}.`); }
   if (!Array.isArray(tools)) throw new Error("The tools must be a JSON list: [ ... ].");
-  if (!tools.every(tool => tool?.function?.name)) {
-    throw new Error("Each tool needs \"type\": \"function\" and a \"function\" with a \"name\".");
-  }
+  tools.forEach((tool, index) => {
+    const problem = toolProblem(tool);
+    if (problem) throw new Error(`Tool ${index + 1} ${problem}`);
+  });
   return tools;
+}
+
+function toolProblem(tool) {
+  const isObject = value => typeof value === "object" && value !== null && !Array.isArray(value);
+  if (!isObject(tool) || tool.type !== "function" || !isObject(tool.function)) return "needs \"type\": \"function\" and a \"function\".";
+  const {name, parameters} = tool.function;
+  if (typeof name !== "string" || !/^[A-Za-z0-9._-]{1,128}$/.test(name)) {
+    return "needs a \"name\" of 1 to 128 letters, digits, dots, dashes or underscores.";
+  }
+  return parameters !== undefined && parameters !== null && !isObject(parameters) ? "needs a JSON schema, an object, as \"parameters\"." : "";
 }
 
 function checkTools() {
   let problem = "";
   try { parseTools(settings.tools); } catch (error) { problem = error.message; }
   $("tools-problem").textContent = problem;
+  $("settings").querySelector("[name=tools]").ariaInvalid = problem ? "true" : null;
   return problem;
 }
 
@@ -52,5 +64,24 @@ function settingsAreValid() {
 }
 
 $("settings").oninput = event => { changeSettings({[event.target.name]: event.target.value}); checkTools(); };
-$("show-settings").onclick = () => { fillSettings(); $("settings").showModal(); };
-$("reset").onclick = () => { settings = {}; changeSettings({}); fillSettings(); };
+$("show-settings").onclick = () => { keepReset(null); fillSettings(); $("settings").showModal(); };
+/** The browser checks numbers itself. */
+$("settings").querySelector("form").onsubmit = event => {
+  if (!checkTools()) return;
+  event.preventDefault();
+  $("settings").querySelector("[name=tools]").focus();
+};
+
+/** The settings before they were reset. */
+let beforeReset = null;
+function keepReset(kept) {
+  beforeReset = kept;
+  $("reset").textContent = kept ? "Undo reset" : "Reset all";
+}
+$("reset").onclick = () => {
+  const other = beforeReset || {};
+  keepReset(beforeReset ? null : settings);
+  settings = other;
+  changeSettings({});
+  fillSettings();
+};

@@ -201,7 +201,9 @@ class TexParser {
       case "begin": return this.environment();
       case "text": case "textrm": case "mbox": case "textbf": case "textit": case "texttt": case "label": return this.text(name);
       case "operatorname": case "mathrm": case "mathit": case "rm": return this.upright(name);
-      case "boxed": case "fbox": return this.boxed();
+      case "boxed": case "fbox": return this.bordered("boxed");
+      case "overline": return this.bordered("overlined");
+      case "underline": return this.bordered("underlined");
       case "overset": case "stackrel": { const above = this.argument(); return mathElement("mover", this.argument(), above); }
       case "underset": { const below = this.argument(); return mathElement("munder", this.argument(), below); }
       case "xrightarrow": return mathElement("mover", mathElement("mo", "→"), this.argument());
@@ -246,9 +248,10 @@ class TexParser {
     return name;
   }
 
-  boxed() {
+  /** Lines around a group are borders, because few fonts have lines that grow. */
+  bordered(sides) {
     const box = mathElement("mrow", this.argument());
-    box.setAttribute("class", "boxed");
+    box.setAttribute("class", sides);
     return box;
   }
 

@@ -33,8 +33,8 @@ const LIMITS = pairs(`
   lim lim limsup lim\u2009sup liminf lim\u2009inf max max min min sup sup inf inf argmax arg\u2009max
   argmin arg\u2009min Pr Pr`);
 const ACCENTS = pairs(`
-  hat ^ widehat ^ check ˇ bar ¯ overline ‾ vec → overrightarrow → dot ˙ ddot ¨ tilde ~ widetilde ~ overbrace ⏞`);
-const ACCENTS_BELOW = pairs("underline _ underbrace ⏟");
+  hat ^ widehat ^ check ˇ bar ¯ vec → overrightarrow → dot ˙ ddot ¨ tilde ~ widetilde ~ overbrace ⏞`);
+const ACCENTS_BELOW = pairs("underbrace ⏟");
 const SPACES = {",": ".17em", ":": ".22em", ";": ".28em", "!": "-.17em", " ": ".33em", enspace: ".5em", quad: "1em", qquad: "2em"};
 const IGNORED = new Set(wordsOf(`
   displaystyle textstyle scriptstyle limits nolimits nonumber notag bigl bigr Bigl Bigr biggl biggr Biggl Biggr big
