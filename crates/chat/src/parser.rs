@@ -20,29 +20,49 @@
 //! The text may be cut anywhere between two pushes. The concatenated deltas are the same for every cut. Only text that
 //! may still become markup is held back, together with the white space before it.
 //!
-//! Malformed text:
+//! Where a call starts:
 //!
+//! * `<tool_call>` and `<function=NAME>` start a call. A repeated tag is dropped;
+//! * `<function=NAME>` of a known tool starts a call without `<tool_call>` if a `<parameter=P>` or a `</function>`
+//!   follows, and if it starts or ends a line. Any other name is content;
+//! * a call in a Markdown fence, in inline code or between quotation marks is text. If the answer ends before the fence is
+//!   closed, the call is a call;
+//! * a call of a known tool inside the reasoning ends the reasoning. A `</think>` right after the call is dropped;
 //! * reasoning without `</think>` is reasoning up to the end of the text;
-//! * a `<tool_call>` without a `<function=NAME>` after it is content, unchanged;
+//! * a `<tool_call>` without a `<function=NAME>` after it is content, unchanged.
+//!
+//! Malformed calls:
+//!
+//! * a value ends at `</parameter>`, at `</function>`, at `</tool_call>`, at a `<parameter=P>` of the tool that has a line of
+//!   its own and that the call does not have yet, or at the next call. [`value`] says when such a tag is quoted instead;
+//! * closing tags may be repeated or misspelt: `</param>`, `</ function>`, `</parameter` without `>`. They are not content
+//!   directly after a call;
+//! * names may be quoted (`<parameter="P">`) or be attributes (`<parameter name="P">`). The `>` after the name of a known
+//!   parameter or tool may be missing at the end of a line;
+//! * line feeds around tags may be missing, and closing tags may be indented;
 //! * text between the parameters of a call is content;
-//! * a `</parameter>` ends a value only before the next tag of the call or the end of the text. Otherwise the
-//!   `</parameter>` is part of the value;
 //! * a call without an end tag is closed when the model ends the answer. Its arguments are the arguments so far. An
 //!   incomplete tag after a complete value is markup and is dropped. An incomplete value is kept, and becomes a string
 //!   if it is not valid JSON;
 //! * a call that the token limit cuts stays open. Its arguments are invalid JSON, because the rest of them is unknown.
-//!   An incomplete tag is dropped;
-//! * a call of a known tool inside the reasoning ends the reasoning. A `</think>` right after the call is dropped.
+//!   An incomplete tag is dropped.
 
 mod argument;
+mod declared;
 mod json_types;
+mod prose;
+mod quotes;
 mod tags;
+mod value;
 
 use argument::{PendingArgument, PendingCall, call_id};
+use declared::Tools;
 pub(super) use json_types::{JsonTypes, target};
+use prose::{Found, Prose, Start};
 use serde_json::Value;
 use std::ops::Range;
 use tags::*;
+use value::{ValuePart, ValueScanner};
 
 /// A piece of an answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -89,8 +109,10 @@ impl Delta {
 
 /// Splits streamed text into deltas.
 pub struct Parser {
-    tools: Vec<Value>,
+    tools: Tools,
     state: ParserState,
+    /// The Markdown of the reasoning or content that is being read.
+    prose: Prose,
     /// Text that is not dropped yet. `buffer[at..]` is not parsed yet.
     buffer: String,
     /// Offset in `buffer` of the first byte that is not parsed yet.
@@ -117,8 +139,6 @@ enum ParserState {
     },
     Reasoning,
     Content,
-    /// The next text is white space and a `<tool_call>`.
-    Opening,
     /// Between the parameters of a call. `stray` is true inside text that does not belong to a parameter.
     Body {
         call: PendingCall,
@@ -127,9 +147,13 @@ enum ParserState {
     Argument {
         call: PendingCall,
         argument: PendingArgument,
+        /// `None` until the text after the opening tag is known.
+        scanner: Option<ValueScanner>,
     },
-    /// After the `</function>` of a call.
-    Closing,
+    /// After the end of a call. `in_call` is true before its `</tool_call>`.
+    Closing {
+        in_call: bool,
+    },
 }
 
 /// State of the input: more text can follow, or the answer has ended for a reason.
@@ -156,8 +180,9 @@ impl Parser {
     pub fn new(in_reasoning: bool, tools: &[Value]) -> Self {
         let state = ParserState::Start { reasoning: in_reasoning };
         Self {
-            tools: tools.to_vec(),
+            tools: Tools::new(tools),
             state,
+            prose: Prose::default(),
             buffer: String::new(),
             at: 0,
             before: 0,
@@ -200,10 +225,9 @@ impl Parser {
             ParserState::Newlines { reasoning } => self.newlines(reasoning),
             ParserState::Reasoning => self.reasoning(end),
             ParserState::Content => self.content(end),
-            ParserState::Opening => self.opening(end),
             ParserState::Body { call, stray } => self.body(call, stray, end),
-            ParserState::Argument { call, argument } => self.argument(call, argument, end),
-            ParserState::Closing => self.closing(end),
+            ParserState::Argument { call, argument, scanner } => self.argument(call, argument, scanner, end),
+            ParserState::Closing { in_call } => self.closing(in_call, end),
         }
     }
 
@@ -281,65 +305,36 @@ impl Parser {
         if self.rest().is_empty() {
             self.wait(ParserState::Newlines { reasoning })
         } else {
+            self.prose = Prose::default();
             self.to(if reasoning { ParserState::Reasoning } else { ParserState::Content })
         }
     }
 
     fn reasoning(&mut self, end: InputEnd) -> StepResult {
-        let last = end != InputEnd::MoreToCome;
+        let found = self.scan_prose(end, true);
         let rest = self.rest();
-        let thought = rest.find(END_THINK);
-        let before = &rest[..thought.unwrap_or(rest.len())];
-        let (stop, call) = match self.call_in(rest, before.len()) {
-            Some((at, true)) => (Some(at), true),
-            // More text could turn the `<tool_call>` at this offset into a call of a known tool.
-            Some((at, false)) if end != InputEnd::Complete => (Some(at), false),
-            _ => (None, false),
+        let (at, is_known) = match found {
+            Found::Call(at) | Found::EndThink(at) => (at, true),
+            Found::Nothing(at) => (at, at < rest.len()),
         };
-        if let Some(at) = stop {
-            let certain = before[..at].trim_end_matches('\n').len();
-            let text = self.take(certain);
-            self.emit(Delta::Reasoning(text));
-            self.reasoning_ended_by_call = call;
-            return match end {
-                _ if call => self.to(ParserState::Opening),
-                InputEnd::Truncated => self.drop_rest(),
-                _ => self.wait(ParserState::Reasoning),
-            };
-        }
-        let held = if last { 0 } else { partial(before, END_THINK).max(self.partial_call(before)) };
-        let certain = match thought {
-            None if last => before.len(),
-            None => before[..before.len() - held].trim_end_matches('\n').len(),
-            Some(_) => before.trim_end_matches('\n').len(),
-        };
-        let skipped = thought.map_or(0, |thought| thought + END_THINK.len() - certain);
+        let certain =
+            if is_known || end == InputEnd::MoreToCome { rest[..at].trim_end_matches('\n').len() } else { at };
+        let skipped = at - certain;
         let text = self.take(certain);
+        self.prose.consume(certain);
         self.emit(Delta::Reasoning(text));
-        self.at += skipped;
-        if thought.is_some() {
-            self.to(ParserState::Newlines { reasoning: false })
-        } else {
-            self.wait(ParserState::Reasoning)
-        }
-    }
-
-    /// Offset of the first `<tool_call>` in `text[..end]` that calls a known tool or may still do so. The boolean is
-    /// true if the `<tool_call>` calls a known tool.
-    fn call_in(&self, text: &str, end: usize) -> Option<(usize, bool)> {
-        let names = || self.tools.iter().filter_map(|tool| tool.get("function").unwrap_or(tool).get("name")?.as_str());
-        let mut calls = if self.tools.is_empty() { None } else { Some(text[..end].match_indices(TOOL_CALL)) };
-        calls.iter_mut().flatten().find_map(|(at, _)| {
-            match header(text[at + TOOL_CALL.len()..].trim_start(), FUNCTION) {
-                TagHeader::Named(name, _) => names().any(|known| known == name).then_some((at, true)),
-                TagHeader::Unfinished => Some((at, false)),
-                TagHeader::Other => None,
+        match found {
+            Found::Call(_) => {
+                self.reasoning_ended_by_call = true;
+                self.open_call()
             }
-        })
-    }
-
-    fn partial_call(&self, text: &str) -> usize {
-        if self.tools.is_empty() { 0 } else { partial(text, TOOL_CALL) }
+            Found::EndThink(_) => {
+                self.at += skipped + END_THINK.len();
+                self.to(ParserState::Newlines { reasoning: false })
+            }
+            Found::Nothing(_) if end == InputEnd::Truncated => self.drop_rest(),
+            Found::Nothing(_) => self.wait(ParserState::Reasoning),
+        }
     }
 
     fn content(&mut self, end: InputEnd) -> StepResult {
@@ -356,36 +351,92 @@ impl Parser {
             }
             self.reasoning_ended_by_call = false;
         }
+        if self.tools.is_empty() {
+            self.take_content(self.rest().len());
+            return self.wait(ParserState::Content);
+        }
+        let found = self.scan_prose(end, false);
         let rest = self.rest();
-        let call = if self.tools.is_empty() { None } else { rest.find(TOOL_CALL) };
-        let certain = match call {
-            Some(at) => rest[..at].trim_end().len(),
-            None if self.tools.is_empty() => rest.len(),
-            // White space after a call is dropped, and so is an incomplete `<tool_call>`.
-            None if end == InputEnd::Truncated && self.calls > 0 => {
-                rest[..rest.len() - partial(rest, TOOL_CALL)].trim_end().len()
+        let certain = match found {
+            Found::Call(at) | Found::EndThink(at) => rest[..at].trim_end().len(),
+            Found::Nothing(at) if end == InputEnd::MoreToCome => rest[..at].trim_end().len(),
+            // White space after a call is dropped, and so is an incomplete start of a call.
+            Found::Nothing(at) if end == InputEnd::Truncated && (self.calls > 0 || self.has_tag(at)) => {
+                rest[..at].trim_end().len()
             }
-            None if last && self.calls > 0 && rest.trim().is_empty() => 0,
-            None if last => rest.len(),
-            None => rest[..rest.len() - partial(rest, TOOL_CALL)].trim_end().len(),
+            Found::Nothing(_) if self.calls > 0 && rest.trim().is_empty() => 0,
+            Found::Nothing(_) => rest.len(),
         };
         self.take_content(certain);
-        if call.is_some() { self.to(ParserState::Opening) } else { self.wait(ParserState::Content) }
+        self.prose.consume(certain);
+        match found {
+            Found::Call(_) => self.open_call(),
+            _ if last => self.drop_rest(),
+            _ => self.wait(ParserState::Content),
+        }
     }
 
-    fn opening(&mut self, end: InputEnd) -> StepResult {
-        let rest = self.rest();
-        let tag = rest.len() - rest.trim_start().len() + TOOL_CALL.len();
-        let after = rest[tag..].trim_start();
-        let skip = rest.len() - after.len();
-        match header(after, FUNCTION) {
-            TagHeader::Named(name, length) => self.start_call(name, skip + length),
-            TagHeader::Unfinished if end == InputEnd::MoreToCome => self.wait(ParserState::Opening),
-            TagHeader::Unfinished if end == InputEnd::Truncated => self.drop_rest(),
-            // No `<function=NAME>` follows, so the `<tool_call>` is content.
-            _ => {
-                self.take_content(tag);
-                self.to(ParserState::Content)
+    /// True if a whole tag of a call is at `at` in the rest of the text.
+    fn has_tag(&self, at: usize) -> bool {
+        matches!(tag_at(&self.rest()[at..]), TagAt::Found(_))
+    }
+
+    fn scan_prose(&mut self, end: InputEnd, reasoning: bool) -> Found {
+        let mut prose = std::mem::take(&mut self.prose);
+        let found = prose.scan(self.rest(), end, |text, starts_line| self.start_of_call(text, starts_line, reasoning));
+        self.prose = prose;
+        found
+    }
+
+    /// Judges a `<` outside of calls. In reasoning, only known tools can be called.
+    fn start_of_call(&self, text: &str, starts_line: bool, reasoning: bool) -> Start {
+        if reasoning && text.starts_with(END_THINK) {
+            return Start::EndThink;
+        }
+        if self.tools.is_empty() {
+            return if reasoning && END_THINK.starts_with(text) { Start::Unknown } else { Start::Text };
+        }
+        let (mut after, mut tag) = (text, tag_at(text));
+        let mut is_bare = true;
+        while let TagAt::Found(Tag { kind: TagKind::ToolCall, length, .. }) = tag {
+            is_bare = false;
+            after = after[length..].trim_start();
+            tag = tag_at(after);
+        }
+        match tag {
+            TagAt::Unfinished => Start::Unknown,
+            TagAt::Found(Tag { kind: TagKind::Function(name), length, is_exact }) if !name.is_empty() => {
+                let body = &after[length..];
+                let is_known = self.tools.has(&name);
+                if !is_bare && is_exact && (is_known || !reasoning) {
+                    return Start::Call;
+                }
+                let line = body.trim_start_matches([' ', '\t']);
+                let is_on_edge = !is_bare || starts_line || line.is_empty() || line.starts_with('\n');
+                match tag_at(body.trim_start()) {
+                    _ if !is_known || !is_on_edge => Start::Text,
+                    TagAt::Unfinished => Start::Unknown,
+                    TagAt::Found(Tag { kind: TagKind::ToolCall | TagKind::EndToolCall, .. }) | TagAt::Other => {
+                        Start::Text
+                    }
+                    TagAt::Found(_) => Start::Call,
+                }
+            }
+            TagAt::Found(_) | TagAt::Other => Start::Text,
+        }
+    }
+
+    /// Starts the call at the next `<tool_call>` or `<function=NAME>`.
+    fn open_call(&mut self) -> StepResult {
+        self.prose = Prose::default();
+        loop {
+            self.skip_space();
+            match tag_at(self.rest()) {
+                TagAt::Found(Tag { kind: TagKind::Function(name), length, .. }) => {
+                    return self.start_call(name, length);
+                }
+                TagAt::Found(Tag { kind: TagKind::ToolCall, length, .. }) => self.at += length,
+                _ => return self.to(ParserState::Content),
             }
         }
     }
@@ -398,7 +449,8 @@ impl Parser {
         self.at += length;
         self.emit(Delta::ToolCall { index: self.calls, id: call_id(), name: name.clone() });
         self.calls += 1;
-        self.to(ParserState::Body { call: PendingCall { name, parameters: 0 }, stray: false })
+        let parameters = self.tools.parameters(&name);
+        self.to(ParserState::Body { call: PendingCall { name, parameters, seen: Vec::new() }, stray: false })
     }
 
     fn body(&mut self, call: PendingCall, stray: bool, end: InputEnd) -> StepResult {
@@ -409,104 +461,133 @@ impl Parser {
             self.skip_space();
         }
         let rest = self.rest();
-        match header(rest, PARAMETER) {
-            TagHeader::Named(name, length) => {
-                self.at += length;
-                return self.start_argument(call, &name);
+        match tag_at(rest) {
+            TagAt::Unfinished if !last => self.wait(ParserState::Body { call, stray }),
+            TagAt::Unfinished if end == InputEnd::Truncated => {
+                // Clients read empty arguments as a call without arguments. The opening brace makes the arguments invalid
+                // JSON instead.
+                self.arguments(if call.seen.is_empty() { "{" } else { "" }.into());
+                self.drop_rest()
             }
-            TagHeader::Unfinished if !last => return self.wait(ParserState::Body { call, stray }),
-            TagHeader::Unfinished => self.at = self.buffer.len(),
-            TagHeader::Other => {}
-        }
-        let rest = self.rest();
-        if rest.is_empty() && end == InputEnd::Truncated {
-            // Clients read empty arguments as a call without arguments. The opening brace makes the arguments invalid
-            // JSON instead.
-            self.arguments(if call.parameters == 0 { "{" } else { "" }.into());
-            self.drop_rest()
-        } else if rest.is_empty() || rest.starts_with(END_FUNCTION) {
-            self.at += END_FUNCTION.len().min(rest.len());
-            self.end_call(&call);
-            self.to(ParserState::Closing)
-        } else if [END_TOOL_CALL, TOOL_CALL, FUNCTION].iter().any(|tag| rest.starts_with(tag)) {
-            // The end tag of the call is missing.
-            self.end_call(&call);
-            self.to(ParserState::Closing)
-        } else if [END_FUNCTION, END_TOOL_CALL, TOOL_CALL, FUNCTION].iter().any(|tag| tag.starts_with(rest)) {
-            if !last {
-                return self.wait(ParserState::Body { call, stray });
+            TagAt::Unfinished => {
+                self.end_call(&call);
+                self.drop_rest()
             }
-            self.at = self.buffer.len();
-            self.to(ParserState::Body { call, stray })
-        } else {
-            let first = rest.chars().next().map_or(0, char::len_utf8);
-            self.take_content(rest[first..].find('<').map_or(rest.len(), |at| first + at));
-            self.to(ParserState::Body { call, stray: true })
+            TagAt::Found(Tag { kind, length, is_exact }) => match kind {
+                TagKind::Parameter(name) if !name.is_empty() && (is_exact || call.lacks(&name)) => {
+                    self.at += length;
+                    self.start_argument(call, name)
+                }
+                // A repeated tag.
+                TagKind::EndParameter => {
+                    self.at += length;
+                    self.to(ParserState::Body { call, stray })
+                }
+                TagKind::Function(name) if name == call.name && call.seen.is_empty() => {
+                    self.at += length;
+                    self.to(ParserState::Body { call, stray })
+                }
+                TagKind::Function(name) if name.is_empty() => self.stray_text(call),
+                TagKind::Parameter(_) => self.stray_text(call),
+                TagKind::EndFunction | TagKind::EndToolCall | TagKind::ToolCall | TagKind::Function(_) => {
+                    self.end_call(&call);
+                    self.to(ParserState::Closing { in_call: true })
+                }
+            },
+            TagAt::Other => self.stray_text(call),
         }
     }
 
-    fn start_argument(&mut self, mut call: PendingCall, name: &str) -> StepResult {
-        let opening = if call.parameters == 0 { '{' } else { ',' };
-        call.parameters += 1;
-        let (argument, start) = PendingArgument::new(JsonTypes::of(&self.tools, &call.name, name));
-        self.arguments(format!("{opening}{}:{start}", Value::from(name)));
-        self.to(ParserState::Argument { call, argument })
+    /// Emits text that belongs to no parameter as content.
+    fn stray_text(&mut self, call: PendingCall) -> StepResult {
+        let rest = self.rest();
+        let first = rest.chars().next().map_or(0, char::len_utf8);
+        self.take_content(rest[first..].find('<').map_or(rest.len(), |at| first + at));
+        self.to(ParserState::Body { call, stray: true })
     }
 
-    fn argument(&mut self, call: PendingCall, mut argument: PendingArgument, end: InputEnd) -> StepResult {
-        if !argument.started {
-            if self.rest().is_empty() && end == InputEnd::MoreToCome {
-                return self.wait(ParserState::Argument { call, argument });
-            }
-            argument.started = true;
-            self.at += usize::from(self.rest().starts_with('\n'));
-        }
-        let rest = self.rest();
-        let (value, close) = match find_end(rest, end == InputEnd::Complete) {
-            ValueEnd::At(at) => (rest[..at].strip_suffix('\n').unwrap_or(&rest[..at]), Some(at + END_PARAMETER.len())),
-            ValueEnd::NotBefore(at) => (rest[..at].strip_suffix('\n').unwrap_or(&rest[..at]), None),
-            ValueEnd::Missing => (rest, Some(rest.len())),
+    fn start_argument(&mut self, mut call: PendingCall, name: String) -> StepResult {
+        let opening = if call.seen.is_empty() { '{' } else { ',' };
+        let (argument, start) = PendingArgument::new(self.tools.types(&call.name, &name));
+        self.arguments(format!("{opening}{}:{start}", Value::from(name.as_str())));
+        call.seen.push(name);
+        self.to(ParserState::Argument { call, argument, scanner: None })
+    }
+
+    fn argument(
+        &mut self,
+        call: PendingCall,
+        mut argument: PendingArgument,
+        scanner: Option<ValueScanner>,
+        end: InputEnd,
+    ) -> StepResult {
+        let Some(mut scanner) = scanner.or_else(|| self.start_value(end)) else {
+            return self.wait(ParserState::Argument { call, argument, scanner: None });
         };
-        let length = value.len();
-        let mut json = argument.push(value);
-        self.at += close.unwrap_or(length);
-        if close.is_some() {
-            json += &argument.finish();
-        }
+        let ValuePart { value, end: value_end } = scanner.scan(self.rest(), end, &call, &self.tools);
+        let json = argument.push(&self.rest()[..value]);
         self.arguments(json);
-        match close {
-            Some(_) => self.to(ParserState::Body { call, stray: false }),
-            None if end == InputEnd::Truncated => self.drop_rest(),
-            None => self.wait(ParserState::Argument { call, argument }),
+        let Some(value_end) = value_end else {
+            self.at += value;
+            scanner.consume(value);
+            return match end {
+                InputEnd::Truncated => self.drop_rest(),
+                _ => self.wait(ParserState::Argument { call, argument, scanner: Some(scanner) }),
+            };
+        };
+        self.at += value_end;
+        if scanner.is_empty_before(value_end)
+            && let Some(length) = self.repeated_header(&call)
+        {
+            self.at += length;
+            return self.to(ParserState::Argument { call, argument, scanner: None });
+        }
+        self.arguments(argument.finish());
+        self.to(ParserState::Body { call, stray: false })
+    }
+
+    /// Skips the line feed before a value. `None` if more text decides whether there is one.
+    fn start_value(&mut self, end: InputEnd) -> Option<ValueScanner> {
+        let is_block = self.rest().starts_with('\n');
+        self.at += usize::from(is_block);
+        (is_block || !self.rest().is_empty() || end != InputEnd::MoreToCome).then(|| ValueScanner::new(is_block))
+    }
+
+    /// Length of the next tag if it is the one that opened the last parameter.
+    fn repeated_header(&self, call: &PendingCall) -> Option<usize> {
+        match tag_at(self.rest()) {
+            TagAt::Found(Tag { kind: TagKind::Parameter(name), length, .. }) if Some(&name) == call.seen.last() => {
+                Some(length)
+            }
+            _ => None,
         }
     }
 
     /// Closes a call's arguments.
     fn end_call(&mut self, call: &PendingCall) {
-        self.arguments(if call.parameters == 0 { "{}" } else { "}" }.into());
+        self.arguments(if call.seen.is_empty() { "{}" } else { "}" }.into());
     }
 
-    fn closing(&mut self, end: InputEnd) -> StepResult {
-        let rest = self.rest();
-        let after = rest.trim_start();
-        let skip = rest.len() - after.len();
-        if after.starts_with(END_TOOL_CALL) {
-            self.at += skip + END_TOOL_CALL.len();
-            return self.to(ParserState::Content);
-        }
-        match header(after, FUNCTION) {
-            TagHeader::Named(name, length) => return self.start_call(name, skip + length),
-            TagHeader::Unfinished if end == InputEnd::MoreToCome => return self.wait(ParserState::Closing),
-            TagHeader::Unfinished if end == InputEnd::Truncated => return self.drop_rest(),
-            _ => {}
-        }
-        if END_TOOL_CALL.starts_with(after) {
-            if end == InputEnd::MoreToCome {
-                return self.wait(ParserState::Closing);
+    /// Drops closing tags after a call.
+    fn closing(&mut self, in_call: bool, end: InputEnd) -> StepResult {
+        let after = self.rest().trim_start();
+        let skip = self.rest().len() - after.len();
+        match tag_at(after) {
+            TagAt::Found(Tag { kind: TagKind::Function(name), length, is_exact: true }) if in_call => {
+                self.at += skip;
+                self.start_call(name, length)
             }
-            self.at = self.buffer.len();
+            TagAt::Found(Tag { kind, length, .. }) if kind.closes() => {
+                self.at += skip + length;
+                self.to(ParserState::Closing { in_call: in_call && kind != TagKind::EndToolCall })
+            }
+            TagAt::Unfinished if end == InputEnd::MoreToCome => self.wait(ParserState::Closing { in_call }),
+            TagAt::Unfinished if end == InputEnd::Truncated || after.starts_with("</") => self.drop_rest(),
+            _ => {
+                self.prose = Prose::default();
+                self.to(ParserState::Content)
+            }
         }
-        self.to(ParserState::Content)
     }
 }
 

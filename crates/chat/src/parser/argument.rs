@@ -10,8 +10,17 @@ use std::{
 pub(super) struct PendingCall {
     /// The function's name.
     pub name: String,
-    /// Number of parameters so far.
-    pub parameters: usize,
+    /// Names of the tool's parameters. Empty if its schema names none.
+    pub parameters: Vec<String>,
+    /// Names of the parameters so far.
+    pub seen: Vec<String>,
+}
+
+impl PendingCall {
+    /// True if the tool has a parameter `name` that the call does not have yet.
+    pub fn lacks(&self, name: &String) -> bool {
+        (self.parameters.is_empty() || self.parameters.contains(name)) && !self.seen.contains(name)
+    }
 }
 
 /// The argument that is being parsed. A string is written while it streams. A value of another type is written only
@@ -20,8 +29,6 @@ pub(super) struct PendingArgument {
     types: JsonTypes,
     /// Text that is not written yet. `None` while a string is being written.
     held: Option<String>,
-    /// True if the line feed after the opening tag was consumed.
-    pub started: bool,
 }
 
 impl PendingArgument {
@@ -29,7 +36,7 @@ impl PendingArgument {
     pub fn new(types: JsonTypes) -> (Self, &'static str) {
         let is_string = types.only_string();
         let held = (!is_string).then(String::new);
-        (Self { types, held, started: false }, if is_string { "\"" } else { "" })
+        (Self { types, held }, if is_string { "\"" } else { "" })
     }
 
     /// Takes the next piece of the value and returns the JSON that can be written.

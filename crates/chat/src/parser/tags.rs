@@ -1,63 +1,113 @@
-//! Finds the tags of reasoning and tool calls in text that may end anywhere.
+//! Reads the tags of tool calls, also as models misspell them, in text that may end anywhere.
 
 pub(super) const THINK: &str = "<think>";
 pub(super) const END_THINK: &str = "</think>";
-pub(super) const TOOL_CALL: &str = "<tool_call>";
-pub(super) const END_TOOL_CALL: &str = "</tool_call>";
-pub(super) const FUNCTION: &str = "<function=";
-pub(super) const END_FUNCTION: &str = "</function>";
-pub(super) const PARAMETER: &str = "<parameter=";
-pub(super) const END_PARAMETER: &str = "</parameter>";
+const TOOL_CALL: &str = "<tool_call>";
 
-/// Result of [`header`].
-pub(super) enum TagHeader {
-    /// The name in `<tag=NAME>`, and the length of the whole tag.
-    Named(String, usize),
-    /// The text may still become a tag `<tag=NAME>`.
+/// Maximum length of a name in a tag.
+const MAX_NAME: usize = 1000;
+/// Maximum length of a misspelt closing tag.
+const MAX_CLOSING_TAG: usize = 32;
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum TagKind {
+    ToolCall,
+    /// `<function=NAME>`. The name is empty in XML such as `<function>`.
+    Function(String),
+    /// `<parameter=NAME>`. The name is empty in XML such as `<parameter type="x">`.
+    Parameter(String),
+    EndToolCall,
+    EndFunction,
+    EndParameter,
+}
+
+impl TagKind {
+    pub fn closes(&self) -> bool {
+        matches!(self, Self::EndToolCall | Self::EndFunction | Self::EndParameter)
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct Tag {
+    pub kind: TagKind,
+    pub length: usize,
+    /// False if the tag is misspelt: a wrong closing tag, a missing `>`, or `name=`.
+    pub is_exact: bool,
+}
+
+/// Result of [`tag_at`].
+#[derive(Debug)]
+pub(super) enum TagAt {
+    Found(Tag),
+    /// The text may still become a tag.
     Unfinished,
     Other,
 }
 
-/// Reads `<tag=NAME>` at the start of `text`. `tag` is `<tag=`.
-pub(super) fn header(text: &str, tag: &str) -> TagHeader {
-    let Some(after) = text.strip_prefix(tag) else {
-        return if tag.starts_with(text) { TagHeader::Unfinished } else { TagHeader::Other };
+/// Reads the tag at the start of `text`.
+pub(super) fn tag_at(text: &str) -> TagAt {
+    if text.starts_with("</") {
+        return closing_tag(text);
+    }
+    if text.starts_with(TOOL_CALL) {
+        return found(TagKind::ToolCall, TOOL_CALL.len(), true);
+    }
+    for (word, kind) in [("<function", TagKind::Function as fn(String) -> TagKind), ("<parameter", TagKind::Parameter)]
+    {
+        if let Some(after) = text.strip_prefix(word) {
+            return header(after, word.len(), kind);
+        }
+    }
+    let may_be_tag = [TOOL_CALL, "<function", "<parameter", "</"].iter().any(|tag| tag.starts_with(text));
+    if may_be_tag { TagAt::Unfinished } else { TagAt::Other }
+}
+
+fn found(kind: TagKind, length: usize, is_exact: bool) -> TagAt {
+    TagAt::Found(Tag { kind, length, is_exact })
+}
+
+/// Reads the rest of `<function=NAME>` or `<parameter=NAME>` after the word, which has `word` bytes.
+fn header(after: &str, word: usize, kind: fn(String) -> TagKind) -> TagAt {
+    let Some(end) = after.find(['>', '<', '\n']) else {
+        return if after.len() > MAX_NAME { TagAt::Other } else { TagAt::Unfinished };
     };
-    let Some(end) = after.find(['>', '<', '\n']) else { return TagHeader::Unfinished };
-    let name = after[..end].trim();
-    if name.is_empty() || !after[end..].starts_with('>') {
-        return TagHeader::Other;
+    let inner = after[..end].trim();
+    let is_closed = after[end..].starts_with('>');
+    let is_attribute = after.starts_with([' ', '\t']) && inner.starts_with("name");
+    let value = if is_attribute { inner["name".len()..].trim_start() } else { inner };
+    let Some(name) = value.strip_prefix('=') else {
+        // XML is not a call, but its closing tag is not the end of a value either.
+        let is_xml = is_closed && !inner.ends_with('/') && (inner.is_empty() || after.starts_with([' ', '\t']));
+        return if is_xml { found(kind(String::new()), word + end + 1, false) } else { TagAt::Other };
+    };
+    let name = name.trim();
+    let quoted = ['"', '\''].iter().find_map(|&mark| name.strip_prefix(mark)?.strip_suffix(mark));
+    let name = quoted.unwrap_or(name).trim();
+    if name.is_empty() || after[end..].starts_with('<') {
+        return TagAt::Other;
     }
-    TagHeader::Named(name.into(), tag.len() + end + 1)
+    found(kind(name.into()), word + end + usize::from(is_closed), is_closed && !is_attribute)
 }
 
-/// Result of [`find_end`].
-pub(super) enum ValueEnd {
-    /// Offset of the closing tag of the value.
-    At(usize),
-    /// The value does not end before this offset.
-    NotBefore(usize),
-    /// There is no closing tag, and no more text follows.
-    Missing,
-}
-
-/// Finds the end of a value: a `</parameter>` before another tag of the call or the end of the text. `last` is true if
-/// no more text follows.
-pub(super) fn find_end(text: &str, last: bool) -> ValueEnd {
-    for (at, _) in text.match_indices(END_PARAMETER) {
-        let after = text[at + END_PARAMETER.len()..].trim_start();
-        let tags = [PARAMETER, END_FUNCTION, END_TOOL_CALL];
-        if tags.iter().any(|tag| after.starts_with(tag)) {
-            return ValueEnd::At(at);
-        }
-        if tags.iter().any(|tag| tag.starts_with(after)) {
-            return if last { ValueEnd::At(at) } else { ValueEnd::NotBefore(at) };
-        }
+/// Reads a closing tag. Models also write `</ function>`, `</param>`, `</parameter/>`, `</parameter_function>`, and leave
+/// out the `>` at the end of a line.
+fn closing_tag(text: &str) -> TagAt {
+    let inner = &text[2..];
+    let is_part = |c: char| c.is_ascii_alphanumeric() || " _-/".contains(c);
+    let Some(end) = inner.find(|c| !is_part(c)) else {
+        return if inner.len() > MAX_CLOSING_TAG { TagAt::Other } else { TagAt::Unfinished };
+    };
+    let is_closed = inner[end..].starts_with('>');
+    if end > MAX_CLOSING_TAG || !(is_closed || inner[end..].starts_with(['\n', '<'])) {
+        return TagAt::Other;
     }
-    if last { ValueEnd::Missing } else { ValueEnd::NotBefore(text.len() - partial(text, END_PARAMETER)) }
-}
-
-/// Length of the longest proper prefix of `tag` that `text` ends with.
-pub(super) fn partial(text: &str, tag: &str) -> usize {
-    (1..tag.len()).rev().find(|&length| text.ends_with(&tag[..length])).unwrap_or(0)
+    let word = inner[..end].trim().to_ascii_lowercase().replace("tool call", "tool_call");
+    let (kind, exact) = match word.as_str() {
+        word if word.contains(' ') => return TagAt::Other,
+        word if word.starts_with("param") => (TagKind::EndParameter, "</parameter>"),
+        word if word.starts_with("func") => (TagKind::EndFunction, "</function>"),
+        word if word.starts_with("tool") && word.contains("call") => (TagKind::EndToolCall, "</tool_call>"),
+        _ => return TagAt::Other,
+    };
+    found(kind, 2 + end + usize::from(is_closed), text.starts_with(exact))
 }

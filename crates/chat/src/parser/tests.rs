@@ -1,3 +1,6 @@
+mod malformed;
+mod quoted;
+
 use super::*;
 use proptest::prelude::*;
 use serde_json::json;
@@ -111,18 +114,15 @@ fn values_are_raw_text() {
 #[test]
 fn strings_are_streamed() {
     let mut parser = Parser::new(false, &tools());
-    let mut say = |text: &str| match parser.push(text).as_slice() {
-        [] => String::new(),
-        [Delta::Arguments { json, .. }] => json.clone(),
-        [Delta::ToolCall { name, .. }] => name.clone(),
-        other => panic!("{other:?}"),
-    };
+    let mut say = |text: &str| parser.push(text).iter().map(Delta::text).collect::<String>();
     assert_eq!(say("<tool_call>\n<function=f>"), "f");
     assert_eq!(say("\n<parameter=s>\n"), r#"{"s":""#);
     assert_eq!(say("one\n"), "one");
     assert_eq!(say("two</p"), "\\ntwo");
     assert_eq!(say("re>\n</parameter>"), "</pre>");
-    assert_eq!(say("\n</function>"), "\"}");
+    // The value may quote the tags. The end of the answer or the next call shows that it does not.
+    assert_eq!(say("\n</function>\n</tool_call>"), "");
+    assert_eq!(say("\n<tool_call>\n<function=f>"), "\"}f");
 }
 
 #[test]

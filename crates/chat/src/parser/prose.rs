@@ -1,0 +1,180 @@
+//! Finds calls in reasoning and content. A tag in a Markdown fence, in inline code or between quotation marks is text.
+//!
+//! A fence and inline code count only if they are closed: a call after a fence that stays open is a call. Until the text
+//! after the tag shows this, it is held back.
+
+use super::{InputEnd, quotes::Quotes};
+
+/// What a `<` in prose starts.
+pub(super) enum Start {
+    Call,
+    EndThink,
+    /// More text decides.
+    Unknown,
+    Text,
+}
+
+/// Result of [`Prose::scan`], with an offset in the unconsumed text.
+pub(super) enum Found {
+    Call(usize),
+    EndThink(usize),
+    /// No call starts before this offset.
+    Nothing(usize),
+}
+
+/// Follows the Markdown of a text. Offsets count from the start of the text.
+#[derive(Default)]
+pub(super) struct Prose {
+    consumed: usize,
+    position: usize,
+    /// True if the line has text other than white space.
+    has_text: bool,
+    /// True if the line has text other than white space, `>` and the marks of a list.
+    has_words: bool,
+    quotes: Quotes,
+    /// The run of backticks or tildes that the text so far ends with.
+    run: Run,
+    /// A run at the start of the line that may be a fence.
+    marker: Option<Marker>,
+    fence: Option<Run>,
+    /// Length of the run that opened inline code.
+    code: Option<usize>,
+    /// A call in a fence or in inline code that is not closed yet.
+    quoted: Option<QuotedCall>,
+}
+
+#[derive(Default, Clone, Copy, PartialEq)]
+struct Run {
+    mark: char,
+    length: usize,
+}
+
+struct Marker {
+    run: Run,
+    has_info: bool,
+    has_backtick: bool,
+}
+
+struct QuotedCall {
+    at: usize,
+    in_fence: bool,
+}
+
+impl Prose {
+    /// The caller has consumed `length` bytes of the text.
+    pub fn consume(&mut self, length: usize) {
+        self.consumed += length;
+    }
+
+    /// Reads on in `text`, the unconsumed text. `start` judges a `<`. Its second argument is true if the `<` is the first
+    /// text of its line.
+    pub fn scan(&mut self, text: &str, end: InputEnd, start: impl Fn(&str, bool) -> Start) -> Found {
+        while let Some(c) = text[self.position - self.consumed..].chars().next() {
+            let rest = &text[self.position - self.consumed..];
+            if c == '<' {
+                match start(rest, !self.has_text) {
+                    Start::EndThink => return Found::EndThink(self.position - self.consumed),
+                    Start::Unknown if end != InputEnd::Complete => break,
+                    Start::Call if self.quoted.is_none() => match self.is_quoted(rest, end != InputEnd::MoreToCome) {
+                        Some(true) => {}
+                        Some(false) => return Found::Call(self.position - self.consumed),
+                        None => break,
+                    },
+                    _ => {}
+                }
+            }
+            self.push(c);
+            self.position += c.len_utf8();
+        }
+        if end == InputEnd::Complete {
+            self.end_line();
+        }
+        let read = self.position - self.consumed;
+        match self.quoted.as_ref().map(|call| call.at - self.consumed) {
+            Some(at) if end == InputEnd::Complete => Found::Call(at),
+            Some(at) if end == InputEnd::MoreToCome => Found::Nothing(at),
+            _ => Found::Nothing(read),
+        }
+    }
+
+    /// True if a call at `position` is quoted, also if the end of a fence or of inline code has still to come.
+    fn is_quoted(&mut self, rest: &str, last: bool) -> Option<bool> {
+        self.end_run();
+        let in_fence = self.fence.is_some();
+        if in_fence || self.code.is_some() {
+            self.quoted = Some(QuotedCall { at: self.position, in_fence });
+            return Some(true);
+        }
+        self.quotes.enclose(rest, last)
+    }
+
+    fn push(&mut self, c: char) {
+        if c == '\n' {
+            return self.end_line();
+        }
+        if c != self.run.mark {
+            self.end_run();
+        }
+        if c == '`' || c == '~' {
+            self.run = Run { mark: c, length: self.run.length + 1 };
+            self.has_text = true;
+            return;
+        }
+        self.quotes.push(c);
+        self.has_text |= !c.is_whitespace();
+        self.has_words |= !(c.is_whitespace() || c.is_ascii_digit() || ">-*+.)".contains(c));
+        if let Some(marker) = &mut self.marker {
+            marker.has_info |= !c.is_whitespace();
+        }
+    }
+
+    fn end_run(&mut self) {
+        let run = std::mem::take(&mut self.run);
+        if run.length == 0 {
+            return;
+        }
+        if run.length >= 3 && !self.has_words {
+            self.marker = Some(Marker { run, has_info: false, has_backtick: false });
+        } else if let Some(marker) = &mut self.marker {
+            marker.has_info = true;
+            marker.has_backtick |= run.mark == '`';
+        }
+        self.has_words = true;
+        if run.mark == '`' && self.fence.is_none() {
+            self.toggle_code(run.length);
+        }
+    }
+
+    fn toggle_code(&mut self, length: usize) {
+        match self.code {
+            None => self.code = Some(length),
+            Some(open) if open == length => {
+                self.code = None;
+                self.quoted = None;
+            }
+            Some(_) => {}
+        }
+    }
+
+    fn end_line(&mut self) {
+        self.end_run();
+        let marker = self.marker.take();
+        let in_code = self.quoted.as_ref().is_some_and(|call| !call.in_fence);
+        if let (Some(marker), false) = (marker, in_code) {
+            match self.fence {
+                None if marker.run.mark == '~' || !marker.has_backtick => self.fence = Some(marker.run),
+                Some(open) if open.mark == marker.run.mark && open.length <= marker.run.length && !marker.has_info => {
+                    self.fence = None;
+                    self.quoted = None;
+                }
+                _ => {}
+            }
+        }
+        if !in_code {
+            self.code = None;
+        }
+        self.quotes = Quotes::default();
+        self.has_text = false;
+        self.has_words = false;
+    }
+}

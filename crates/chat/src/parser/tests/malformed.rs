@@ -1,0 +1,347 @@
+//! Calls as models break them: tags that are dropped, repeated, misspelt or cut, and values that quote the tags.
+
+use super::*;
+use serde_json::Map;
+use std::fmt::Write;
+use test_support::split_mix64;
+
+pub(super) struct Random(u64);
+
+impl Random {
+    pub fn new(seed: u64) -> Self {
+        Self(seed)
+    }
+
+    pub fn below(&mut self, end: usize) -> usize {
+        (split_mix64::next(&mut self.0) % end as u64) as usize
+    }
+
+    pub fn pick<'a, T>(&mut self, items: &'a [T]) -> &'a T {
+        &items[self.below(items.len())]
+    }
+}
+
+/// Values of a string. The flag is true if a value quotes tags outside of quotation marks, so that its end tags are
+/// needed.
+const STRINGS: &[(&str, bool)] = &[
+    ("", false),
+    ("x", false),
+    ("two\nlines", false),
+    ("a < b && c > d, it's \"half", false),
+    ("ends with a line feed\n", false),
+    ("  indented\n\ttext", false),
+    ("{\"a\": [1]}", false),
+    ("<div>\n<p class=\"x\">one</p>\n</div>", false),
+    ("# Title\n\n```rust\nfn main() {}\n```", false),
+    ("é 😀 `unclosed", false),
+    ("if text.endswith(\"</parameter>\"):\n    return '</function></tool_call>'", false),
+    ("pattern = r'<parameter=n>\\n(.*?)\\n</parameter>'", false),
+    ("A call ends with </tool_call> on its own, and a value with </parameter> or so.", false),
+    ("Use `</parameter>` and `<tool_call><function=f>`", false),
+    ("</param> </parameter x>", true),
+    ("The last tag is </parameter>\nas you know.", true),
+    ("It ends with\n</parameter>\n</function>\n</tool_call>\nand nothing else.", true),
+    ("<tool_call>\n<function=x>\n</function>\n</tool_call>", true),
+    (
+        "<tool_call>\n<function=f>\n<parameter=s>\nx\n</parameter>\n<parameter=n>\n1\n</parameter>\n</function>\n</tool_call>",
+        true,
+    ),
+    ("Like this:\n<function=g>\n<parameter=n>\n1\n</parameter>\n</function>\nSee?", true),
+    ("<parameter=n>\n1\n</parameter>", true),
+    ("<parameter=s>\n1\n</parameter>\n<parameter=n>\n2\n</parameter>\n", true),
+    ("<function name=\"a\">\n  <parameter name=\"x\">1</parameter>\n</function>", true),
+    ("<plugin>\n<parameter>v</parameter>\n</plugin>\n<Tool function={f}>\n</Tool>", true),
+];
+
+/// Texts and JSON of the other parameters.
+const OTHERS: &[(&str, &str, &str)] = &[
+    ("n", "5", "5"),
+    ("n", "-1", "-1"),
+    ("o", "{\"a\": [1, {}]}", "{\"a\": [1, {}]}"),
+    ("o", "{\n  \"a\": \"</parameter> <parameter=n>x\"\n}", "{\"a\": \"</parameter> <parameter=n>x\"}"),
+    (
+        "o",
+        "{\"a\": \"</function></tool_call>\", \"b\": \"it's\"}",
+        "{\"a\": \"</function></tool_call>\", \"b\": \"it's\"}",
+    ),
+    ("b", "true", "true"),
+    ("maybe", "null", "null"),
+    ("maybe", "text", "\"text\""),
+];
+
+/// How a closing tag is written.
+fn closing(random: &mut Random, tag: &str, misspelt: &[&str], may_be_lost: bool) -> String {
+    match random.below(12) {
+        0 if may_be_lost => String::new(),
+        1 => format!("{tag}\n{tag}"),
+        2 if may_be_lost => random.pick(misspelt).to_string(),
+        _ => tag.to_owned(),
+    }
+}
+
+fn line_feed(random: &mut Random) -> &'static str {
+    if random.below(8) == 0 { "" } else { "\n" }
+}
+
+/// Writes a parameter. Returns true if the later parameters must be plain ones: after a tag that is lost or repeated, a
+/// second fault could also mean that the value quotes the tags.
+fn write_parameter(
+    random: &mut Random,
+    text: &mut String,
+    (name, value): (&str, &str),
+    quotes: bool,
+    is_plain: bool,
+) -> bool {
+    let after = if quotes || is_plain || value.contains('\n') || value.is_empty() { "\n" } else { line_feed(random) };
+    let is_repeated = !(quotes || is_plain) && random.below(12) == 0;
+    let _ = match random.below(12) {
+        _ if is_repeated => write!(text, "<parameter={name}>\n<parameter={name}>\n"),
+        0 => write!(text, "<parameter=\"{name}\">{after}"),
+        1 => write!(text, "<parameter = {name} >{after}"),
+        _ if is_plain => write!(text, "<parameter={name}>\n"),
+        2 => write!(text, "<parameter name=\"{name}\">{after}"),
+        3 => write!(text, "<parameter={name}\n"),
+        _ => write!(text, "<parameter={name}>{after}"),
+    };
+    let close = if is_repeated || is_plain {
+        "</parameter>".into()
+    } else {
+        closing(
+            random,
+            "</parameter>",
+            &["</parameter", "</param>", "</parameters>", "</ parameter>", "</parameter/>"],
+            !quotes,
+        )
+    };
+    let lost = close.is_empty();
+    let before =
+        if quotes || lost || value.ends_with('\n') || close != "</parameter>" { "\n" } else { line_feed(random) };
+    let end = if close.ends_with('>') {
+        line_feed(random)
+    } else if lost {
+        ""
+    } else {
+        "\n"
+    };
+    let _ = write!(text, "{value}{before}{close}{end}");
+    lost || is_repeated
+}
+
+/// Writes a call and returns its arguments. `is_plain` is true if the closing tags of the call before are lost, and is
+/// set to true if those of this call are.
+fn write_call(
+    random: &mut Random,
+    text: &mut String,
+    name: &str,
+    is_last: bool,
+    is_plain: &mut bool,
+) -> Map<String, Value> {
+    text.push_str(
+        ["<tool_call>\n", "<tool_call>\n<tool_call>\n", "", "<tool_call>\n", "<tool_call>\n"][random.below(5)],
+    );
+    let _ = match random.below(8) {
+        0 => write!(text, "<function=\"{name}\">\n"),
+        1 => write!(text, "<function={name}>\n<function={name}>\n"),
+        2 => write!(text, "<function={name}\n"),
+        _ => write!(text, "<function={name}>\n"),
+    };
+    let mut arguments = Map::new();
+    let mut is_open = *is_plain;
+    let mut quoting = false;
+    for _ in 0..random.below(4) {
+        let (parameter, value, json, quotes) = if random.below(2) == 0 {
+            let (value, quotes) = *random.pick(STRINGS);
+            ("s", value, Value::from(value).to_string(), quotes)
+        } else {
+            let (parameter, value, json) = *random.pick(OTHERS);
+            (parameter, value, json.to_owned(), false)
+        };
+        if arguments.contains_key(parameter) || (is_open && quotes) {
+            continue;
+        }
+        is_open |= write_parameter(random, text, (parameter, value), quotes, is_open);
+        quoting |= quotes;
+        arguments.insert(parameter.into(), serde_json::from_str(&json).expect("JSON"));
+    }
+    let functions = &["</func>", "</ function>", "</function", "</functions>", "</function_invocation>"];
+    let end = closing(random, "</function>", functions, !quoting && (!is_open || !is_last) && !arguments.is_empty());
+    let is_cut = end.is_empty() && is_open;
+    let calls = &["</tool_calls>", "</toolcall>", "</tool_call", "</tool call>"];
+    let close = closing(random, "</tool_call>", calls, !(is_cut && is_last));
+    let between = if end.is_empty() {
+        ""
+    } else if end.ends_with('>') {
+        line_feed(random)
+    } else {
+        "\n"
+    };
+    let after = if close.is_empty() { "" } else { "\n" };
+    *is_plain = end.is_empty() && close.is_empty();
+    let _ = write!(text, "{end}{between}{close}{after}");
+    arguments
+}
+
+/// The content and the calls of some deltas.
+fn answer(deltas: Vec<String>) -> (String, Vec<(String, Value)>) {
+    let mut content = String::new();
+    let mut calls: Vec<(String, Value)> = Vec::new();
+    let mut name = String::new();
+    for delta in deltas {
+        let (kind, text) = delta.split_once(' ').expect("a kind");
+        match kind {
+            "R" | "C" => content += text,
+            _ if text.starts_with('{') => {
+                calls.push((std::mem::take(&mut name), serde_json::from_str(text).expect(text)));
+            }
+            _ => name = text.to_owned(),
+        }
+    }
+    (content, calls)
+}
+
+#[test]
+fn broken_calls_have_expected_arguments() {
+    let count = std::env::var("MOESTRO_CALLS").ok().and_then(|count| count.parse().ok()).unwrap_or(400);
+    let tool = |name: &str| {
+        let mut tool = tools().remove(0);
+        tool["function"]["name"] = name.into();
+        tool
+    };
+    let tools = [tool("f"), tool("g")];
+    let mut failures = Vec::new();
+    for seed in 0..count {
+        let random = &mut Random::new(seed);
+        let in_reasoning = random.below(4) == 0;
+        let before = *random.pick(&["", "Let me look.\n\n", "It's `ls`:\n\n"]);
+        let mut text = before.to_owned();
+        let mut expected = Vec::new();
+        let calls = 1 + random.below(3);
+        let mut is_plain = false;
+        for call in 0..calls {
+            let name = ["f", "g"][call % 2];
+            let arguments = write_call(random, &mut text, name, call + 1 == calls, &mut is_plain);
+            expected.push((name.to_owned(), Value::Object(arguments)));
+        }
+        let whole = pieces(in_reasoning, &tools, [text.as_str()], false);
+        let characters: Vec<String> = text.chars().map(String::from).collect();
+        let streamed = pieces(in_reasoning, &tools, characters.iter().map(String::as_str), false);
+        assert_eq!(streamed, whole, "seed {seed}: {text}");
+        let (content, calls) = answer(whole);
+        if content.trim() != before.trim() || calls != expected {
+            failures.push(format!("seed {seed}:\n{text}\n--- {content:?} {calls:?}\n--- {expected:?}\n"));
+        }
+    }
+    assert!(
+        failures.is_empty(),
+        "{} of {count} calls differ:\n{}",
+        failures.len(),
+        failures[..failures.len().min(12)].join("\n")
+    );
+}
+
+/// The arguments of the call with this body.
+fn read(body: &str) -> Vec<String> {
+    whole(false, &format!("<tool_call>\n<function=f>\n{body}"))
+}
+
+#[test]
+fn value_ends_where_its_tag_is_missing() {
+    for (body, arguments) in [
+        ("<parameter=o>\n{\"a\": 1}\n</function>\n</tool_call>", r#"{"o":{"a": 1}}"#),
+        ("<parameter=o>\n{\"a\": 1}\n</tool_call>", r#"{"o":{"a": 1}}"#),
+        ("<parameter=s>\n1\n<parameter=n>\n2\n</parameter>\n</function>\n</tool_call>", r#"{"s":"1","n":2}"#),
+        ("<parameter=s>\n1\n<parameter=n>\n2\n</function>\n</tool_call>", r#"{"s":"1","n":2}"#),
+        ("<parameter=s>\n1\n<parameter=n>2</parameter>\n</function>\n</tool_call>", r#"{"s":"1","n":2}"#),
+        ("<parameter=s>\n1\n<parameter=n>\n2\n</parameter>\n</parameter>\n</function>", r#"{"s":"1","n":2}"#),
+        ("<parameter=s>\n1</parameter><parameter=n>2</parameter></function></tool_call>", r#"{"s":"1","n":2}"#),
+        ("<parameter=s>\n1\n  </parameter>\n  </function>\n</tool_call>", r#"{"s":"1"}"#),
+        ("<parameter=s>\n1\n</parameter>\n</parameter>\n</function>\n</function>\n</tool_call>", r#"{"s":"1"}"#),
+        ("<parameter=s>\n1\n</parameter\n</function>\n</tool_call>", r#"{"s":"1"}"#),
+        ("<parameter=s>\n1\n</parameter_function>\n</tool_call>", r#"{"s":"1"}"#),
+        ("<parameter=s>\n1\n</parameter>\n</function_invocation>\n</tool_call>\n</tool_call>", r#"{"s":"1"}"#),
+        ("<parameter=other>\n1\n</parameter>\n</function>", r#"{"other":"1"}"#),
+    ] {
+        assert_eq!(read(body), ["0 f".to_owned(), format!("0 {arguments}")], "{body}");
+    }
+    // The next call.
+    let next = "<function=f>\n<parameter=n>\n2\n</parameter>\n</function>\n</tool_call>";
+    for body in [format!("<parameter=s>\n1\n<tool_call>\n{next}"), format!("<parameter=s>\n1\n{next}")] {
+        assert_eq!(read(&body), ["0 f", r#"0 {"s":"1"}"#, "1 f", r#"1 {"n":2}"#], "{body}");
+    }
+}
+
+#[test]
+fn quoted_tags_stay_in_their_value() {
+    for value in [
+        "</parameter>\n</function>\n</tool_call>",
+        "x\n</parameter>\n</function>\n</tool_call>",
+        "x\n</parameter>\n</function>\n</tool_call>\nx",
+        "ends with </parameter>",
+        "<tool_call>\n<function=f>\n<parameter=n>\n1\n</parameter>\n</function>\n</tool_call>\n\ntext\n\n<tool_call>",
+        "Begin:\n<tool_call>\n<function=NAME>\n<parameter=s>\nhere.",
+        "<parameter=path>\nis a mention",
+        "{\"a\": \"</parameter> <parameter=n>x\"}",
+    ] {
+        let body = format!("<parameter=s>\n{value}\n</parameter>\n</function>\n</tool_call>");
+        assert_eq!(read(&body), ["0 f".to_owned(), format!("0 {}", json!({"s": value}))], "{value}");
+    }
+    // Without `</parameter>`, a quotation mark still protects a tag, and so does an opening tag in the value.
+    for (body, arguments) in [
+        ("<parameter=o>\n{\"a\": \"</parameter> <parameter=n>x\"}", json!({"o": {"a": "</parameter> <parameter=n>x"}})),
+        (
+            "<parameter=s>\n<tool_call>\n<function=x>\n</function>\n</tool_call>",
+            json!({"s": "<tool_call>\n<function=x>\n</function>\n</tool_call>"}),
+        ),
+    ] {
+        let deltas = read(&format!("{body}\n</function>\n</tool_call>"));
+        assert_eq!(answer(deltas).1, [("f".to_owned(), arguments)], "{body}");
+    }
+}
+
+#[test]
+fn function_without_tool_call_is_call() {
+    let body = "<parameter=s>\nx\n</parameter>\n</function>";
+    for (before, reasoning) in [("", false), ("Ok.\n\n", false), ("Ok.", false), ("so\n", true)] {
+        for end in ["", "\n</tool_call>", "\n</tool_call>\n</tool_call>"] {
+            let text = format!("{before}<function=f>\n{body}{end}");
+            let mut expected = vec!["0 f".to_owned(), r#"0 {"s":"x"}"#.to_owned()];
+            if !before.is_empty() {
+                expected.insert(0, format!("{} {}", if reasoning { "R" } else { "C" }, before.trim()));
+            }
+            assert_eq!(whole(reasoning, &text), expected, "{text}");
+        }
+    }
+}
+
+#[test]
+fn truncated_quote_stays_open() {
+    for (body, arguments) in [
+        ("<parameter=s>\n<function name='a'>\n</function>\n<b", r#"{"s":"<function name='a'>\n</function>\n<b"#),
+        ("<parameter=s>\nx\n</function>\ny", r#"{"s":"x\n</function>\ny"#),
+        ("<parameter=s>\nx\n</parameter>\n</function>", r#"{"s":"x"}"#),
+    ] {
+        let actual = cut(false, &format!("<tool_call>\n<function=f>\n{body}"));
+        assert_eq!(actual, ["0 f".to_owned(), format!("0 {arguments}")], "{body}");
+    }
+}
+
+#[test]
+fn long_values_take_linear_time() {
+    let long = "a line with a <tag> and \"quotes\"\n".repeat(30_000);
+    for before in ["", "</parameter>\n", "</parameter>\n</function>\n</tool_call>\n", "\"</parameter>\"\n"] {
+        let body = format!("<parameter=s>\n{before}{long}</parameter>\n</function>\n</tool_call>");
+        let mut parser = Parser::new(false, &tools());
+        let mut deltas = parser.push("<tool_call>\n<function=f>\n");
+        let mut rest = body.as_str();
+        while !rest.is_empty() {
+            let (piece, later) = rest.split_at(rest.len().min(4));
+            deltas.extend(parser.push(piece));
+            rest = later;
+        }
+        deltas.extend(parser.finish(false));
+        let json: String =
+            deltas.iter().filter(|delta| matches!(delta, Delta::Arguments { .. })).map(Delta::text).collect();
+        let value = format!("{before}{long}");
+        assert!(json == json!({"s": value.strip_suffix('\n')}).to_string());
+    }
+}

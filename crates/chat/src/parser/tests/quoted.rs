@@ -1,0 +1,108 @@
+//! Text about the format of tool calls, which calls nothing.
+
+use super::*;
+use malformed::Random;
+
+/// Texts that quote calls of the tools `f` and `g`.
+const QUOTES: &[&str] = &[
+    "<tool_call>\n<function=f>\n<parameter=s>\nx\n</parameter>\n</function>\n</tool_call>",
+    "<function=f>\n<parameter=s>\nx\n</parameter>\n</function>",
+    "<tool_call><function=f><parameter=s>x</parameter></function></tool_call>",
+    "<tool_call>\n<function=f>\n</function>\n</tool_call>\n<tool_call>\n<function=g>\n</function>\n</tool_call>",
+    "<function=f></function>",
+    "<tool_call>\n<function=f>",
+    "<tool_call>",
+    "<function=f>",
+    "</parameter>\n</function>\n</tool_call>",
+    "<parameter=s>\nx\n</parameter>",
+    "<tool_call>\n<function=example_function_name>\n<parameter=example>\nvalue\n</parameter>\n</function>\n</tool_call>",
+    "const call = <Tool function={f}><parameter name=\"s\">{x}</parameter></Tool>;",
+    "<function name=\"f\">\n<parameter name=\"s\"/>\n</function>",
+    "re.findall(r'<function=f>(.*?)</function>', text)",
+    "{\"text\": \"<tool_call>\\n<function=f>\"}",
+];
+
+const BEFORE: &[&str] = &[
+    "",
+    "The format:\n\n",
+    "1. Don't call it\n2. Write",
+    "It's like this: ",
+    "> Quoted `x`:\n",
+    "- item ``a`b``\n",
+    "```\ncode\n```\n",
+];
+
+const AFTER: &[&str] = &["", "\n", " is a call.\n", "\n\nThat's `it`.", "\n```js\nf()\n```\n"];
+
+fn fenced(random: &mut Random, quote: &str) -> String {
+    let (open, close) = *random.pick(&[
+        ("```\n", "\n```"),
+        ("```xml\n", "\n```"),
+        ("~~~\n", "\n~~~"),
+        ("````md\n```\n", "\n```\n````"),
+        ("  ```text\n", "\n  ```"),
+        ("- ```\n", "\n  ```"),
+        ("> ```\n> ", "\n> ```"),
+        ("```python\ntext = \"\"\"\n", "\n\"\"\"\n```"),
+        ("```\nfirst\n\n", "\n\nlast\n```"),
+    ]);
+    format!("\n{open}{quote}{close}\n")
+}
+
+fn inline(random: &mut Random, quote: &str) -> String {
+    let (open, close) = *random.pick(&[("`", "`"), ("``", "``"), ("(`", "`)"), ("`a` and `", "`"), ("`x ", " y`")]);
+    format!("{open}{quote}{close}")
+}
+
+fn parse(text: &str) -> Vec<String> {
+    let mut second = tools().remove(0);
+    second["function"]["name"] = "g".into();
+    let tools = [tools().remove(0), second];
+    let whole = pieces(false, &tools, [text], false);
+    let characters: Vec<String> = text.chars().map(String::from).collect();
+    assert_eq!(pieces(false, &tools, characters.iter().map(String::as_str), false), whole, "{text}");
+    whole
+}
+
+#[test]
+fn calls_in_markdown_code_are_text() {
+    let count = std::env::var("MOESTRO_CALLS").ok().and_then(|count| count.parse().ok()).unwrap_or(400);
+    for seed in 0..count {
+        let random = &mut Random::new(seed);
+        let mut text = String::new();
+        for _ in 0..1 + random.below(3) {
+            let quote = *random.pick(QUOTES);
+            text.push_str(random.pick::<&str>(BEFORE));
+            text.push_str(&if random.below(2) == 0 { fenced(random, quote) } else { inline(random, quote) });
+            text.push_str(random.pick::<&str>(AFTER));
+            text.push('\n');
+        }
+        assert_eq!(parse(&text), [format!("C {text}")], "seed {seed}");
+    }
+}
+
+#[test]
+fn call_after_open_fence_is_call() {
+    for before in ["```\ncode", "Look at `this", "```\ncode\n```\n```", "~~~\n```", "The mark is ` here"] {
+        let text = format!(
+            "{before}\n\n<tool_call>\n<function=f>\n<parameter=s>\n`a`\n</parameter>\n</function>\n</tool_call>"
+        );
+        assert_eq!(parse(&text), [format!("C {before}"), "0 f".into(), r#"0 {"s":"`a`"}"#.into()]);
+    }
+}
+
+#[test]
+fn unknown_function_is_text() {
+    for text in [
+        "Write <function=foo> and </function> yourself.",
+        "<function=foo>\n<parameter=s>\n1\n</parameter>\n</function>",
+        "Call it with <function=f> and then",
+        "Call <function=f></function> now",
+        "<function=f>",
+        "<function=f>\n",
+        "<function=f>\ntext",
+        "<function name=\"foo\">\n</function>",
+    ] {
+        assert_eq!(parse(text), [format!("C {text}")]);
+    }
+}
