@@ -107,6 +107,9 @@ impl Delta {
     }
 }
 
+/// Maximum number of `<tool_call>` before a call.
+const MAX_REPEATED: usize = 4;
+
 /// Splits streamed text into deltas.
 pub struct Parser {
     tools: Tools,
@@ -396,33 +399,32 @@ impl Parser {
         if self.tools.is_empty() {
             return if reasoning && END_THINK.starts_with(text) { Start::Unknown } else { Start::Text };
         }
-        let (mut after, mut tag) = (text, tag_at(text));
-        let mut is_bare = true;
-        while let TagAt::Found(Tag { kind: TagKind::ToolCall, length, .. }) = tag {
-            is_bare = false;
-            after = after[length..].trim_start();
-            tag = tag_at(after);
+        let mut function = text;
+        for _ in 0..MAX_REPEATED {
+            function = function.strip_prefix(TOOL_CALL).map_or(function, str::trim_start);
         }
-        match tag {
+        let is_bare = function.len() == text.len();
+        let (name, length, is_exact) = match tag_at(function) {
+            TagAt::Unfinished => return Start::Unknown,
+            TagAt::Found(Tag { kind: TagKind::Function(name), length, is_exact }) => (name, length, is_exact),
+            TagAt::Found(_) | TagAt::Other => return Start::Text,
+        };
+        let is_known = self.tools.has(&name);
+        if !is_bare && is_exact && (is_known || !reasoning) {
+            return Start::Call;
+        }
+        let (header, body) = function.split_at(length);
+        let line = body.trim_start_matches([' ', '\t']);
+        let is_on_edge = starts_line || line.is_empty() || line.starts_with('\n');
+        // `<function name="NAME">` without `<tool_call>` is XML.
+        let is_attribute = !is_exact && header.ends_with('>');
+        if !is_known || (is_bare && (is_attribute || !is_on_edge)) {
+            return Start::Text;
+        }
+        match tag_at(body.trim_start()) {
             TagAt::Unfinished => Start::Unknown,
-            TagAt::Found(Tag { kind: TagKind::Function(name), length, is_exact }) if !name.is_empty() => {
-                let body = &after[length..];
-                let is_known = self.tools.has(&name);
-                if !is_bare && is_exact && (is_known || !reasoning) {
-                    return Start::Call;
-                }
-                let line = body.trim_start_matches([' ', '\t']);
-                let is_on_edge = !is_bare || starts_line || line.is_empty() || line.starts_with('\n');
-                match tag_at(body.trim_start()) {
-                    _ if !is_known || !is_on_edge => Start::Text,
-                    TagAt::Unfinished => Start::Unknown,
-                    TagAt::Found(Tag { kind: TagKind::ToolCall | TagKind::EndToolCall, .. }) | TagAt::Other => {
-                        Start::Text
-                    }
-                    TagAt::Found(_) => Start::Call,
-                }
-            }
-            TagAt::Found(_) | TagAt::Other => Start::Text,
+            TagAt::Found(Tag { kind: TagKind::ToolCall | TagKind::EndToolCall, .. }) | TagAt::Other => Start::Text,
+            TagAt::Found(_) => Start::Call,
         }
     }
 
@@ -474,20 +476,13 @@ impl Parser {
                 self.drop_rest()
             }
             TagAt::Found(Tag { kind, length, is_exact }) => match kind {
-                TagKind::Parameter(name) if !name.is_empty() && (is_exact || call.lacks(&name)) => {
+                TagKind::Parameter(name) if is_exact || call.lacks(&name) => {
                     self.at += length;
                     self.start_argument(call, name)
                 }
-                // A repeated tag.
-                TagKind::EndParameter => {
-                    self.at += length;
-                    self.to(ParserState::Body { call, stray })
-                }
-                TagKind::Function(name) if name == call.name && call.seen.is_empty() => {
-                    self.at += length;
-                    self.to(ParserState::Body { call, stray })
-                }
-                TagKind::Function(name) if name.is_empty() => self.stray_text(call),
+                // The end of a value, or a repeated tag.
+                TagKind::EndParameter => self.skip_tag(call, length),
+                TagKind::Function(name) if name == call.name && call.seen.is_empty() => self.skip_tag(call, length),
                 TagKind::Parameter(_) => self.stray_text(call),
                 TagKind::EndFunction | TagKind::EndToolCall | TagKind::ToolCall | TagKind::Function(_) => {
                     self.end_call(&call);
@@ -496,6 +491,11 @@ impl Parser {
             },
             TagAt::Other => self.stray_text(call),
         }
+    }
+
+    fn skip_tag(&mut self, call: PendingCall, length: usize) -> StepResult {
+        self.at += length;
+        self.to(ParserState::Body { call, stray: false })
     }
 
     /// Emits text that belongs to no parameter as content.

@@ -22,6 +22,9 @@ pub(super) enum Found {
     Nothing(usize),
 }
 
+/// Length of the start of a line that is searched for a fence.
+const MAX_FENCE: usize = 200;
+
 /// Follows the Markdown of a text. Offsets count from the start of the text.
 #[derive(Default)]
 pub(super) struct Prose {
@@ -29,13 +32,11 @@ pub(super) struct Prose {
     position: usize,
     /// True if the line has text other than white space.
     has_text: bool,
-    /// True if the line has text other than white space, `>` and the marks of a list.
-    has_words: bool,
     quotes: Quotes,
     /// The run of backticks or tildes that the text so far ends with.
     run: Run,
-    /// A run at the start of the line that may be a fence.
-    marker: Option<Marker>,
+    /// The start of the line.
+    line: String,
     fence: Option<Run>,
     /// Length of the run that opened inline code.
     code: Option<usize>,
@@ -47,12 +48,6 @@ pub(super) struct Prose {
 struct Run {
     mark: char,
     length: usize,
-}
-
-struct Marker {
-    run: Run,
-    has_info: bool,
-    has_backtick: bool,
 }
 
 struct QuotedCall {
@@ -117,64 +112,55 @@ impl Prose {
         }
         if c == '`' || c == '~' {
             self.run = Run { mark: c, length: self.run.length + 1 };
-            self.has_text = true;
-            return;
+        } else {
+            self.quotes.push(c);
         }
-        self.quotes.push(c);
         self.has_text |= !c.is_whitespace();
-        self.has_words |= !(c.is_whitespace() || c.is_ascii_digit() || ">-*+.)".contains(c));
-        if let Some(marker) = &mut self.marker {
-            marker.has_info |= !c.is_whitespace();
+        if self.line.len() < MAX_FENCE {
+            self.line.push(c);
         }
     }
 
+    /// Ends a run of backticks, which opens or closes inline code.
     fn end_run(&mut self) {
         let run = std::mem::take(&mut self.run);
-        if run.length == 0 {
+        if run.mark != '`' || self.fence.is_some() {
             return;
         }
-        if run.length >= 3 && !self.has_words {
-            self.marker = Some(Marker { run, has_info: false, has_backtick: false });
-        } else if let Some(marker) = &mut self.marker {
-            marker.has_info = true;
-            marker.has_backtick |= run.mark == '`';
-        }
-        self.has_words = true;
-        if run.mark == '`' && self.fence.is_none() {
-            self.toggle_code(run.length);
-        }
-    }
-
-    fn toggle_code(&mut self, length: usize) {
-        match self.code {
-            None => self.code = Some(length),
-            Some(open) if open == length => {
-                self.code = None;
-                self.quoted = None;
-            }
-            Some(_) => {}
+        if self.code.is_none() {
+            self.code = Some(run.length);
+        } else if self.code == Some(run.length) {
+            self.code = None;
+            self.quoted = None;
         }
     }
 
     fn end_line(&mut self) {
         self.end_run();
-        let marker = self.marker.take();
-        let in_code = self.quoted.as_ref().is_some_and(|call| !call.in_fence);
-        if let (Some(marker), false) = (marker, in_code) {
-            match self.fence {
-                None if marker.run.mark == '~' || !marker.has_backtick => self.fence = Some(marker.run),
-                Some(open) if open.mark == marker.run.mark && open.length <= marker.run.length && !marker.has_info => {
-                    self.fence = None;
-                    self.quoted = None;
-                }
-                _ => {}
-            }
-        }
-        if !in_code {
+        let line = std::mem::take(&mut self.line);
+        // Inline code around a call may have several lines.
+        if !self.quoted.as_ref().is_some_and(|call| !call.in_fence) {
             self.code = None;
+            self.read_fence(&line);
         }
         self.quotes = Quotes::default();
         self.has_text = false;
-        self.has_words = false;
+    }
+
+    /// Opens or closes a fence if `line` is one, also in a list or a quotation.
+    fn read_fence(&mut self, line: &str) {
+        let fence = line.trim_start_matches(|c: char| c.is_whitespace() || c.is_ascii_digit() || ">-*+.)".contains(c));
+        let mark = if fence.starts_with('~') { '~' } else { '`' };
+        let info = fence.trim_start_matches(mark);
+        let run = Run { mark, length: fence.len() - info.len() };
+        match self.fence {
+            _ if run.length < 3 => {}
+            None if mark == '~' || !info.contains('`') => self.fence = Some(run),
+            Some(open) if open.mark == mark && open.length <= run.length && info.trim().is_empty() => {
+                self.fence = None;
+                self.quoted = None;
+            }
+            _ => {}
+        }
     }
 }

@@ -2,7 +2,7 @@
 
 pub(super) const THINK: &str = "<think>";
 pub(super) const END_THINK: &str = "</think>";
-const TOOL_CALL: &str = "<tool_call>";
+pub(super) const TOOL_CALL: &str = "<tool_call>";
 
 /// Maximum length of a name in a tag.
 const MAX_NAME: usize = 1000;
@@ -12,9 +12,7 @@ const MAX_CLOSING_TAG: usize = 32;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum TagKind {
     ToolCall,
-    /// `<function=NAME>`. The name is empty in XML such as `<function>`.
     Function(String),
-    /// `<parameter=NAME>`. The name is empty in XML such as `<parameter type="x">`.
     Parameter(String),
     EndToolCall,
     EndFunction,
@@ -75,11 +73,7 @@ fn header(after: &str, word: usize, kind: fn(String) -> TagKind) -> TagAt {
     let is_closed = after[end..].starts_with('>');
     let is_attribute = after.starts_with([' ', '\t']) && inner.starts_with("name");
     let value = if is_attribute { inner["name".len()..].trim_start() } else { inner };
-    let Some(name) = value.strip_prefix('=') else {
-        // XML is not a call, but its closing tag is not the end of a value either.
-        let is_xml = is_closed && !inner.ends_with('/') && (inner.is_empty() || after.starts_with([' ', '\t']));
-        return if is_xml { found(kind(String::new()), word + end + 1, false) } else { TagAt::Other };
-    };
+    let Some(name) = value.strip_prefix('=') else { return TagAt::Other };
     let name = name.trim();
     let quoted = ['"', '\''].iter().find_map(|&mark| name.strip_prefix(mark)?.strip_suffix(mark));
     let name = quoted.unwrap_or(name).trim();

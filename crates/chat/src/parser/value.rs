@@ -31,7 +31,6 @@ pub(super) struct ValueScanner {
     candidate: Option<Candidate>,
     /// Opening tags in the value that wait for their closing tags.
     open: Vec<OpenTag>,
-    line: LineTags,
     /// The last `</parameter>` that closed a quoted tag, until text follows.
     matched: Option<MatchedEnd>,
 }
@@ -46,24 +45,13 @@ enum OpenTag {
     Parameter,
 }
 
-/// The parameter tags of a line.
-#[derive(Default, Clone, Copy)]
-struct LineTags {
-    /// True if a `<parameter=NAME>` is in the middle of the line.
-    has_inline: bool,
-    /// True if a `<parameter=NAME>` is at the start of the line, before its value.
-    has_start: bool,
-    /// Offset of that tag if it may start the next parameter.
-    next: Option<usize>,
-}
-
 struct SeenTag {
     kind: TagKind,
     is_exact: bool,
     at: usize,
     starts_line: bool,
-    /// The tags before this one on its line.
-    line: LineTags,
+    /// True for the name of a tool, and of a parameter of this tool that the call does not have yet.
+    is_known: bool,
     /// The tag before this one, if only white space is between them.
     after: Option<TagKind>,
 }
@@ -97,11 +85,11 @@ struct Candidate {
 }
 
 /// What follows a tag, after white space.
-#[derive(Clone, Copy, PartialEq)]
+#[derive(Clone, Copy)]
 enum Follow<'a> {
     SameLine,
     NextLine,
-    Tag(&'a TagKind),
+    Tag(&'a SeenTag),
     End,
 }
 
@@ -131,7 +119,6 @@ impl ValueScanner {
             line_ended: false,
             candidate: None,
             open: Vec::new(),
-            line: LineTags::default(),
             matched: None,
         }
     }
@@ -175,9 +162,9 @@ impl ValueScanner {
 
     /// Offset of the first text that may not be part of the value.
     fn held_from(&self) -> usize {
-        let last = self.last.as_ref().map(|tag| tag.line.next.unwrap_or(tag.at));
+        let last = self.last.as_ref().map(|tag| tag.at);
         let candidate = self.candidate.as_ref().map(|candidate| candidate.at);
-        let held = [last, candidate, self.line.next, self.matched.map(|matched| matched.at)];
+        let held = [last, candidate, self.matched.map(|matched| matched.at)];
         held.into_iter().flatten().fold(self.position, usize::min)
     }
 
@@ -201,42 +188,46 @@ impl ValueScanner {
                 (Some(false), TagAt::Unfinished) if self.last.is_some() || end == InputEnd::Truncated => break,
                 _ => {}
             }
-            if self.push_char(c, call, tools) {
+            if self.push_char(c) {
                 return true;
             }
             self.position += c.len_utf8();
         }
-        last && self.follow(Follow::End, call, tools)
+        last && self.follow(Follow::End)
     }
 
     fn push_tag(&mut self, tag: Tag, call: &PendingCall, tools: &Tools) -> bool {
-        if tag.kind == TagKind::ToolCall && self.last.as_ref().is_some_and(|last| last.kind == tag.kind) {
+        let Tag { kind, length, is_exact } = tag;
+        let at = self.position;
+        self.position += length;
+        let after = self.last.as_ref().map(|last| last.kind.clone());
+        if kind == TagKind::ToolCall && after.as_ref() == Some(&kind) {
             // A repeated `<tool_call>` is part of the first one.
-            self.position += tag.length;
             return false;
         }
-        let after = self.last.as_ref().map(|last| last.kind.clone());
-        if self.follow(Follow::Tag(&tag.kind), call, tools) {
-            return true;
-        }
-        let Tag { kind, length, is_exact } = tag;
-        self.last =
-            Some(SeenTag { kind, is_exact, at: self.position, starts_line: self.starts_line, line: self.line, after });
+        let is_known = match &kind {
+            TagKind::Function(name) => tools.has(name),
+            // The tag that opened this value may be repeated.
+            TagKind::Parameter(name) => call.lacks(name) || (at == 0 && call.seen.last() == Some(name)),
+            _ => false,
+        };
+        let starts_line = self.starts_line || after.as_ref().is_some_and(TagKind::closes);
+        let tag = SeenTag { kind, is_exact, at, starts_line, is_known, after };
+        let is_ended = self.follow(Follow::Tag(&tag));
+        self.last = Some(tag);
         self.line_ended = false;
         self.starts_line = false;
-        self.position += length;
-        false
+        is_ended
     }
 
-    fn push_char(&mut self, c: char, call: &PendingCall, tools: &Tools) -> bool {
+    fn push_char(&mut self, c: char) -> bool {
         self.quotes.push(c);
         if c == '\n' {
             self.line_ended = true;
             self.starts_line = true;
-            self.line = LineTags::default();
         } else if !c.is_whitespace() {
             let follow = if self.line_ended { Follow::NextLine } else { Follow::SameLine };
-            if self.follow(follow, call, tools) {
+            if self.follow(follow) {
                 return true;
             }
             self.starts_line = false;
@@ -253,41 +244,34 @@ impl ValueScanner {
     }
 
     /// Judges the last tag by what follows it. Returns true if the candidate is the end.
-    fn follow(&mut self, follow: Follow<'_>, call: &PendingCall, tools: &Tools) -> bool {
-        let Some(mut tag) = self.last.take() else { return false };
-        tag.starts_line |= tag.after.as_ref().is_some_and(TagKind::closes);
-        let is_on_edge = tag.starts_line || follow != Follow::SameLine;
+    fn follow(&mut self, follow: Follow<'_>) -> bool {
+        let Some(tag) = self.last.take() else { return false };
+        let is_on_edge = tag.starts_line || !matches!(follow, Follow::SameLine);
+        let next = if let Follow::Tag(next) = follow { Some(&next.kind) } else { None };
         match &tag.kind {
             TagKind::ToolCall => {
-                let calls = matches!(follow, Follow::Tag(TagKind::Function(name)) if tools.has(name));
+                let calls = matches!(follow, Follow::Tag(SeenTag { kind: TagKind::Function(_), is_known: true, .. }));
                 let is_end = calls && self.starts_call(tag.at);
                 self.open(OpenTag::Call, is_on_edge);
                 is_end
             }
-            TagKind::Function(name) => {
+            TagKind::Function(_) => {
                 let is_bare = tag.after != Some(TagKind::ToolCall);
-                let has_body = matches!(follow, Follow::Tag(TagKind::Parameter(_) | TagKind::EndFunction));
-                let calls = is_bare && is_on_edge && has_body && tools.has(name);
-                let is_end = calls && self.starts_call(tag.at);
+                let has_body = matches!(next, Some(TagKind::Parameter(_) | TagKind::EndFunction));
+                let is_end = is_bare && is_on_edge && has_body && tag.is_known && self.starts_call(tag.at);
                 self.open(OpenTag::Function, is_on_edge);
                 is_end
             }
-            TagKind::Parameter(name) => {
-                let is_next = tag.is_exact && tag.starts_line && (call.lacks(name) || self.repeats(&tag, call));
-                self.start_parameter(&tag, is_next, follow);
+            TagKind::Parameter(_) => {
+                self.start_parameter(&tag, matches!(follow, Follow::SameLine));
                 false
             }
-            TagKind::EndParameter => self.end_parameter(&tag, follow, is_on_edge),
+            TagKind::EndParameter => self.end_parameter(&tag, is_on_edge, next, matches!(follow, Follow::End)),
             TagKind::EndFunction | TagKind::EndToolCall => {
-                self.end_call(&tag, follow, is_on_edge);
+                self.end_call(&tag, is_on_edge, next, matches!(follow, Follow::End));
                 false
             }
         }
-    }
-
-    /// True if `tag` is the tag that opened this value once more.
-    fn repeats(&self, tag: &SeenTag, call: &PendingCall) -> bool {
-        tag.at == 0 && matches!(&tag.kind, TagKind::Parameter(name) if Some(name) == call.seen.last())
     }
 
     /// A call of a known tool starts at `at`. Returns true if the candidate is the end.
@@ -300,20 +284,15 @@ impl ValueScanner {
         false
     }
 
-    fn start_parameter(&mut self, tag: &SeenTag, is_next: bool, follow: Follow<'_>) {
-        if follow != Follow::SameLine && self.candidate.is_none() {
+    fn start_parameter(&mut self, tag: &SeenTag, has_text: bool) {
+        if !has_text && self.candidate.is_none() {
             match self.matched.filter(|matched| !matched.is_in_call) {
                 Some(matched) => self.suggest(matched.at, CandidateKind::ClosingTag, true),
-                None if is_next => self.suggest(tag.at, CandidateKind::Parameter, true),
+                None if tag.is_exact && tag.starts_line && tag.is_known => {
+                    self.suggest(tag.at, CandidateKind::Parameter, true);
+                }
                 None => {}
             }
-        }
-        if follow == Follow::SameLine {
-            self.line = LineTags {
-                has_inline: self.line.has_inline || !tag.starts_line,
-                has_start: self.line.has_start || tag.starts_line,
-                next: is_next.then_some(tag.at),
-            };
         }
         self.open(OpenTag::Parameter, tag.starts_line);
     }
@@ -332,31 +311,20 @@ impl ValueScanner {
     }
 
     /// Returns true if the candidate is the end.
-    fn end_parameter(&mut self, tag: &SeenTag, follow: Follow<'_>, is_on_edge: bool) -> bool {
-        let goes_on = matches!(follow, Follow::Tag(kind) if tag.is_exact || *kind != TagKind::EndParameter);
-        let is_complete = goes_on || follow == Follow::End;
-        if tag.is_exact && tag.line.has_inline {
-            self.line.has_inline = false;
-            return false;
-        }
-        let is_end = if tag.is_exact { is_on_edge } else { goes_on || (is_complete && tag.starts_line) };
-        // A tag at the end of a line of text does not close a tag that has a line of its own.
-        let is_inline = !(tag.starts_line || tag.line.has_start || is_complete);
-        let is_text = is_inline && self.open.contains(&OpenTag::Parameter);
-        if !is_end || is_text {
+    fn end_parameter(&mut self, tag: &SeenTag, is_on_edge: bool, next: Option<&TagKind>, is_last: bool) -> bool {
+        use TagKind::{EndParameter, Function, Parameter, ToolCall};
+        let goes_on = next.is_some_and(|next| tag.is_exact || *next != EndParameter);
+        let is_complete = goes_on || is_last;
+        if !(if tag.is_exact { is_on_edge } else { goes_on || (is_last && tag.starts_line) }) {
             self.push_text();
             return false;
         }
         if self.close(OpenTag::Parameter) {
-            if let (Some(at), None) = (tag.line.next, &self.candidate) {
-                self.suggest(at, CandidateKind::Parameter, true);
-            }
             self.matched = Some(MatchedEnd { at: tag.at, is_in_call: !self.open.is_empty() });
             return false;
         }
-        let is_repeated = tag.after == Some(TagKind::EndParameter);
-        let is_second_end =
-            matches!(follow, Follow::Tag(kind) if !matches!(kind, TagKind::ToolCall | TagKind::Function(_)));
+        let is_repeated = tag.after == Some(EndParameter);
+        let is_second_end = next.is_some_and(|next| !matches!(next, ToolCall | Function(_)));
         let is_better = match &self.candidate {
             None => true,
             Some(first) if is_repeated && first.kind != CandidateKind::ClosingTag && first.at > 0 => false,
@@ -371,14 +339,14 @@ impl ValueScanner {
         }
         let is_near =
             |first: &Candidate| first.kind == CandidateKind::ClosingTag && !first.is_closed && !first.has_text;
-        self.candidate.as_ref().is_some_and(is_near) && matches!(follow, Follow::Tag(TagKind::Parameter(_)))
+        self.candidate.as_ref().is_some_and(is_near) && matches!(next, Some(Parameter(_)))
     }
 
-    fn end_call(&mut self, tag: &SeenTag, follow: Follow<'_>, is_on_edge: bool) {
+    fn end_call(&mut self, tag: &SeenTag, is_on_edge: bool, next: Option<&TagKind>, is_last: bool) {
         use TagKind::{EndFunction, EndParameter, EndToolCall, Function, ToolCall};
-        let after_end = matches!(tag.after, Some(EndParameter | EndFunction | EndToolCall));
-        let is_last = matches!(follow, Follow::End | Follow::Tag(EndToolCall | ToolCall | Function(_)));
-        if !(if tag.is_exact { is_on_edge } else { after_end || (is_last && tag.starts_line) }) {
+        let ends_call = is_last || matches!(next, Some(EndToolCall | ToolCall | Function(_)));
+        let follows_end = tag.after.as_ref().is_some_and(TagKind::closes);
+        if !(if tag.is_exact { is_on_edge } else { follows_end || (ends_call && tag.starts_line) }) {
             return self.push_text();
         }
         if self.close(if tag.kind == EndFunction { OpenTag::Function } else { OpenTag::Call }) {

@@ -251,7 +251,6 @@ fn value_ends_where_its_tag_is_missing() {
         ("<parameter=o>\n{\"a\": 1}\n</tool_call>", r#"{"o":{"a": 1}}"#),
         ("<parameter=s>\n1\n<parameter=n>\n2\n</parameter>\n</function>\n</tool_call>", r#"{"s":"1","n":2}"#),
         ("<parameter=s>\n1\n<parameter=n>\n2\n</function>\n</tool_call>", r#"{"s":"1","n":2}"#),
-        ("<parameter=s>\n1\n<parameter=n>2</parameter>\n</function>\n</tool_call>", r#"{"s":"1","n":2}"#),
         ("<parameter=s>\n1\n<parameter=n>\n2\n</parameter>\n</parameter>\n</function>", r#"{"s":"1","n":2}"#),
         ("<parameter=s>\n1</parameter><parameter=n>2</parameter></function></tool_call>", r#"{"s":"1","n":2}"#),
         ("<parameter=s>\n1\n  </parameter>\n  </function>\n</tool_call>", r#"{"s":"1"}"#),

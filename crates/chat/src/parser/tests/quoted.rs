@@ -101,7 +101,7 @@ fn unknown_function_is_text() {
         "<function=f>",
         "<function=f>\n",
         "<function=f>\ntext",
-        "<function name=\"foo\">\n</function>",
+        "<function name=\"f\">\n<parameter name=\"s\">1</parameter>\n</function>",
     ] {
         assert_eq!(parse(text), [format!("C {text}")]);
     }
