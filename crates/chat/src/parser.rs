@@ -34,7 +34,7 @@
 //! Malformed calls:
 //!
 //! * a value ends at `</parameter>`, at `</function>`, at `</tool_call>`, at a `<parameter=P>` of the tool that has a line of
-//!   its own and that the call does not have yet, or at the next call. [`value`] says when such a tag is quoted instead;
+//!   its own and that the call does not have yet, or at the next call. `parser/value.rs` says when such a tag is quoted;
 //! * closing tags may be repeated or misspelt: `</param>`, `</ function>`, `</parameter` without `>`. They are not content
 //!   directly after a call;
 //! * names may be quoted (`<parameter="P">`) or be attributes (`<parameter name="P">`). The `>` after the name of a known
@@ -49,6 +49,7 @@
 
 mod argument;
 mod declared;
+mod delta;
 mod json_types;
 mod prose;
 mod quotes;
@@ -57,6 +58,7 @@ mod value;
 
 use argument::{PendingArgument, PendingCall, call_id};
 use declared::Tools;
+pub use delta::Delta;
 pub(super) use json_types::{JsonTypes, target};
 use prose::{Found, Prose, Start};
 use serde_json::Value;
@@ -64,51 +66,11 @@ use std::ops::Range;
 use tags::*;
 use value::{ValuePart, ValueScanner};
 
-/// A piece of an answer.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Delta {
-    Reasoning(String),
-    Content(String),
-    /// A tool call starts. `index` is the number of earlier calls.
-    ToolCall {
-        index: usize,
-        id: String,
-        name: String,
-    },
-    /// A fragment of a call's arguments. Together, the fragments of one call are a valid JSON object, unless the token
-    /// limit cut the call.
-    Arguments {
-        index: usize,
-        json: String,
-    },
-}
-
-impl Delta {
-    /// The delta's text: reasoning, content, a fragment of arguments, or the name of a function.
-    pub fn text(&self) -> &str {
-        match self {
-            Self::Reasoning(text) | Self::Content(text) | Self::Arguments { json: text, .. } => text,
-            Self::ToolCall { name, .. } => name,
-        }
-    }
-
-    /// Appends the delta to `deltas`. If the last delta is of the same kind, the text is appended to that delta.
-    pub fn push_to(self, deltas: &mut Vec<Self>) {
-        match (deltas.last_mut(), &self) {
-            (_, Self::Reasoning(text) | Self::Content(text) | Self::Arguments { json: text, .. })
-                if text.is_empty() => {}
-            (Some(Self::Reasoning(before)), Self::Reasoning(text))
-            | (Some(Self::Content(before)), Self::Content(text)) => before.push_str(text),
-            (Some(Self::Arguments { index, json }), Self::Arguments { index: same, json: more }) if index == same => {
-                json.push_str(more);
-            }
-            _ => deltas.push(self),
-        }
-    }
-}
-
 /// Maximum number of `<tool_call>` before a call.
 const MAX_REPEATED: usize = 4;
+
+/// Maximum number of bytes of white space before a tag. An answer of white space must not be read again and again.
+const MAX_GAP: usize = 1000;
 
 /// Splits streamed text into deltas.
 pub struct Parser {
@@ -151,22 +113,12 @@ enum ParserState {
         call: PendingCall,
         argument: PendingArgument,
         /// `None` until the text after the opening tag is known.
-        scanner: Option<ValueScanner>,
+        scanner: Option<Box<ValueScanner>>,
     },
     /// After the end of a call. `in_call` is true before its `</tool_call>`.
     Closing {
         in_call: bool,
     },
-}
-
-/// State of the input: more text can follow, or the answer has ended for a reason.
-#[derive(Clone, Copy, PartialEq)]
-enum InputEnd {
-    MoreToCome,
-    /// The model ended its answer.
-    Complete,
-    /// The token limit ended the answer.
-    Truncated,
 }
 
 /// Result of a parser step.
@@ -290,7 +242,7 @@ impl Parser {
 impl Parser {
     fn start(&mut self, reasoning: bool, last: bool) -> StepResult {
         let rest = self.rest();
-        let text = self.rest().trim_start();
+        let text = after_gap(rest).unwrap_or(rest);
         if text.starts_with(THINK) {
             self.at += rest.len() - text.len() + THINK.len();
             self.to(ParserState::Newlines { reasoning: true })
@@ -318,10 +270,9 @@ impl Parser {
         let rest = self.rest();
         let (at, is_known) = match found {
             Found::Call(at) | Found::EndThink(at) => (at, true),
-            Found::Nothing(at) => (at, at < rest.len()),
+            Found::Nothing(at) => (at, end == InputEnd::Truncated && at < rest.len()),
         };
-        let certain =
-            if is_known || end == InputEnd::MoreToCome { rest[..at].trim_end_matches('\n').len() } else { at };
+        let certain = if is_known { rest[..at].trim_end_matches('\n').len() } else { at };
         let skipped = at - certain;
         let text = self.take(certain);
         self.prose.consume(certain);
@@ -344,7 +295,7 @@ impl Parser {
         let last = end != InputEnd::MoreToCome;
         if self.reasoning_ended_by_call {
             let rest = self.rest();
-            let text = self.rest().trim_start();
+            let text = after_gap(rest).unwrap_or(rest);
             if text.starts_with(END_THINK) {
                 self.at += rest.len() - text.len() + END_THINK.len();
                 self.reasoning_ended_by_call = false;
@@ -362,7 +313,7 @@ impl Parser {
         let rest = self.rest();
         let certain = match found {
             Found::Call(at) | Found::EndThink(at) => rest[..at].trim_end().len(),
-            Found::Nothing(at) if end == InputEnd::MoreToCome => rest[..at].trim_end().len(),
+            Found::Nothing(at) if end == InputEnd::MoreToCome => at,
             // White space after a call is dropped, and so is an incomplete start of a call.
             Found::Nothing(at) if end == InputEnd::Truncated && (self.calls > 0 || self.has_tag(at)) => {
                 rest[..at].trim_end().len()
@@ -401,7 +352,9 @@ impl Parser {
         }
         let mut function = text;
         for _ in 0..MAX_REPEATED {
-            function = function.strip_prefix(TOOL_CALL).map_or(function, str::trim_start);
+            let Some(after) = function.strip_prefix(TOOL_CALL) else { break };
+            let Some(after) = after_gap(after) else { return Start::Text };
+            function = after;
         }
         let is_bare = function.len() == text.len();
         let (name, length, is_exact) = match tag_at(function) {
@@ -421,7 +374,7 @@ impl Parser {
         if !is_known || (is_bare && (is_attribute || !is_on_edge)) {
             return Start::Text;
         }
-        match tag_at(body.trim_start()) {
+        match after_gap(body).map_or(TagAt::Other, tag_at) {
             TagAt::Unfinished => Start::Unknown,
             TagAt::Found(Tag { kind: TagKind::ToolCall | TagKind::EndToolCall, .. }) | TagAt::Other => Start::Text,
             TagAt::Found(_) => Start::Call,
@@ -518,7 +471,7 @@ impl Parser {
         &mut self,
         call: PendingCall,
         mut argument: PendingArgument,
-        scanner: Option<ValueScanner>,
+        scanner: Option<Box<ValueScanner>>,
         end: InputEnd,
     ) -> StepResult {
         let Some(mut scanner) = scanner.or_else(|| self.start_value(end)) else {
@@ -547,10 +500,11 @@ impl Parser {
     }
 
     /// Skips the line feed before a value. `None` if more text decides whether there is one.
-    fn start_value(&mut self, end: InputEnd) -> Option<ValueScanner> {
+    fn start_value(&mut self, end: InputEnd) -> Option<Box<ValueScanner>> {
         let is_block = self.rest().starts_with('\n');
         self.at += usize::from(is_block);
-        (is_block || !self.rest().is_empty() || end != InputEnd::MoreToCome).then(|| ValueScanner::new(is_block))
+        (is_block || !self.rest().is_empty() || end != InputEnd::MoreToCome)
+            .then(|| Box::new(ValueScanner::new(is_block)))
     }
 
     /// Length of the next tag if it is the one that opened the last parameter.
@@ -570,9 +524,10 @@ impl Parser {
 
     /// Drops closing tags after a call.
     fn closing(&mut self, in_call: bool, end: InputEnd) -> StepResult {
-        let after = self.rest().trim_start();
+        let after = after_gap(self.rest()).unwrap_or_default();
         let skip = self.rest().len() - after.len();
         match tag_at(after) {
+            _ if skip > MAX_GAP => self.to_content(),
             TagAt::Found(Tag { kind: TagKind::Function(name), length, is_exact: true }) if in_call => {
                 self.at += skip;
                 self.start_call(name, length)
@@ -583,12 +538,20 @@ impl Parser {
             }
             TagAt::Unfinished if end == InputEnd::MoreToCome => self.wait(ParserState::Closing { in_call }),
             TagAt::Unfinished if end == InputEnd::Truncated || after.starts_with("</") => self.drop_rest(),
-            _ => {
-                self.prose = Prose::default();
-                self.to(ParserState::Content)
-            }
+            _ => self.to_content(),
         }
     }
+
+    fn to_content(&mut self) -> StepResult {
+        self.prose = Prose::default();
+        self.to(ParserState::Content)
+    }
+}
+
+/// The text after white space. `None` if there is too much white space to wait for a tag after it.
+fn after_gap(text: &str) -> Option<&str> {
+    let after = text.trim_start();
+    (text.len() - after.len() <= MAX_GAP).then_some(after)
 }
 
 #[cfg(test)]

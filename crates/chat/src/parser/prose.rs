@@ -3,7 +3,7 @@
 //! A fence and inline code count only if they are closed: a call after a fence that stays open is a call. Until the text
 //! after the tag shows this, it is held back.
 
-use super::{InputEnd, quotes::Quotes};
+use super::{quotes::Quotes, tags::InputEnd};
 
 /// What a `<` in prose starts.
 pub(super) enum Start {
@@ -18,7 +18,7 @@ pub(super) enum Start {
 pub(super) enum Found {
     Call(usize),
     EndThink(usize),
-    /// No call starts before this offset.
+    /// No call starts before this offset. If more text follows, the white space before a call that may follow is left out.
     Nothing(usize),
 }
 
@@ -30,6 +30,8 @@ const MAX_FENCE: usize = 200;
 pub(super) struct Prose {
     consumed: usize,
     position: usize,
+    /// End of the text without the white space at its end.
+    text_end: usize,
     /// True if the line has text other than white space.
     has_text: bool,
     quotes: Quotes,
@@ -52,6 +54,8 @@ struct Run {
 
 struct QuotedCall {
     at: usize,
+    /// End of the text before the call.
+    text_end: usize,
     in_fence: bool,
 }
 
@@ -80,15 +84,18 @@ impl Prose {
             }
             self.push(c);
             self.position += c.len_utf8();
+            if !c.is_whitespace() {
+                self.text_end = self.position;
+            }
         }
         if end == InputEnd::Complete {
             self.end_line();
         }
-        let read = self.position - self.consumed;
-        match self.quoted.as_ref().map(|call| call.at - self.consumed) {
-            Some(at) if end == InputEnd::Complete => Found::Call(at),
-            Some(at) if end == InputEnd::MoreToCome => Found::Nothing(at),
-            _ => Found::Nothing(read),
+        match &self.quoted {
+            Some(call) if end == InputEnd::Complete => Found::Call(call.at - self.consumed),
+            Some(call) if end == InputEnd::MoreToCome => Found::Nothing(call.text_end - self.consumed),
+            None if end == InputEnd::MoreToCome => Found::Nothing(self.text_end - self.consumed),
+            _ => Found::Nothing(self.position - self.consumed),
         }
     }
 
@@ -97,7 +104,7 @@ impl Prose {
         self.end_run();
         let in_fence = self.fence.is_some();
         if in_fence || self.code.is_some() {
-            self.quoted = Some(QuotedCall { at: self.position, in_fence });
+            self.quoted = Some(QuotedCall { at: self.position, text_end: self.text_end, in_fence });
             return Some(true);
         }
         self.quotes.enclose(rest, last)
@@ -139,7 +146,7 @@ impl Prose {
         self.end_run();
         let line = std::mem::take(&mut self.line);
         // Inline code around a call may have several lines.
-        if !self.quoted.as_ref().is_some_and(|call| !call.in_fence) {
+        if self.quoted.as_ref().is_none_or(|call| call.in_fence) {
             self.code = None;
             self.read_fence(&line);
         }

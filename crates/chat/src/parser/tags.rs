@@ -9,6 +9,16 @@ const MAX_NAME: usize = 1000;
 /// Maximum length of a misspelt closing tag.
 const MAX_CLOSING_TAG: usize = 32;
 
+/// State of the input: more text can follow, or the answer has ended for a reason.
+#[derive(Clone, Copy, PartialEq)]
+pub(super) enum InputEnd {
+    MoreToCome,
+    /// The model ended its answer.
+    Complete,
+    /// The token limit ended the answer.
+    Truncated,
+}
+
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum TagKind {
     ToolCall,

@@ -1,19 +1,19 @@
 //! Finds the end of a parameter's value in streamed text.
 //!
 //! A value may quote the tags of a call: a file that documents the format, or XML. So the first tag that may end the
-//! value is only a candidate. It is the end if the text after it continues as a call or ends. It is part of the value if
-//! a `</parameter>` follows that no `<parameter=NAME>` opened and that another tag of the call follows: that is then the
-//! end. Until this is known, the text from the candidate on is held back.
+//! value is only a candidate, and the text from it on is held back. It is the end if the answer ends, or if the next call
+//! starts. It is part of the value if the call goes on after it: at a `</parameter>` that closes nothing in the text so
+//! far and that another tag of the call follows, or at another tag of the call after text that follows the end of the
+//! call. That tag is then the candidate.
 //!
-//! A tag between two quotation marks on one line is text. A closing tag in the middle of a line is text, and so is one
-//! whose opening tag is part of the value.
+//! A tag between two quotation marks on one line is text. So is a tag in the middle of a line, and a closing tag whose
+//! opening tag is part of the value.
 
 use super::{
-    InputEnd,
     argument::PendingCall,
     declared::Tools,
     quotes::Quotes,
-    tags::{Tag, TagAt, TagKind, tag_at},
+    tags::{InputEnd, Tag, TagAt, TagKind, tag_at},
 };
 
 /// Follows a value up to its end. Offsets count from the start of the value.
@@ -34,6 +34,9 @@ pub(super) struct ValueScanner {
     /// The last `</parameter>` that closed a quoted tag, until text follows.
     matched: Option<MatchedEnd>,
 }
+
+/// Maximum number of spaces and tabs before a tag that are markup.
+const MAX_INDENTATION: usize = 100;
 
 /// Maximum number of opening tags in a value that wait for their closing tags.
 const MAX_OPEN: usize = 32;
@@ -66,7 +69,10 @@ struct MatchedEnd {
 
 #[derive(Clone, Copy, PartialEq)]
 enum CandidateKind {
-    ClosingTag,
+    /// A `</parameter>`.
+    EndParameter,
+    /// A closing tag of the call.
+    EndCall,
     /// The next parameter starts here.
     Parameter,
     /// The next call starts here.
@@ -80,8 +86,25 @@ struct Candidate {
     starts_line: bool,
     /// True if closing tags of the call followed.
     is_closed: bool,
-    /// True if text followed that is not a tag.
+    /// True if text followed, after the closing tags if there are any.
     has_text: bool,
+}
+
+impl Candidate {
+    fn opens(&self) -> bool {
+        matches!(self.kind, CandidateKind::Parameter | CandidateKind::Call)
+    }
+
+    /// True if text followed the end of a call. If this call goes on, the value quotes that end.
+    fn is_past_call(&self) -> bool {
+        let is_end = self.kind == CandidateKind::EndCall || self.is_closed;
+        self.has_text && is_end && self.kind != CandidateKind::Parameter
+    }
+
+    fn close(&mut self) {
+        self.is_closed = true;
+        self.has_text = false;
+    }
 }
 
 /// What follows a tag, after white space.
@@ -103,8 +126,10 @@ pub(super) struct ValuePart {
 
 /// The length of the value before a tag at `at`: the line feed and the indentation before the tag are markup.
 fn before_tag(text: &str, at: usize) -> usize {
-    let line = text[..at].trim_end_matches([' ', '\t']);
-    line.strip_suffix('\n').map_or(at, str::len)
+    let mut before = text.as_bytes()[..at].iter().rev().take(MAX_INDENTATION);
+    let indentation = before.position(|byte| !b" \t".contains(byte)).unwrap_or(MAX_INDENTATION);
+    let line = at.saturating_sub(indentation);
+    if text[..line].ends_with('\n') { line - 1 } else { at }
 }
 
 impl ValueScanner {
@@ -145,9 +170,7 @@ impl ValueScanner {
                 Some(matched) => self.part(text, at(matched.at)),
                 None => ValuePart { value: text.len(), end: Some(text.len()) },
             },
-            (Some(found), InputEnd::Truncated) if found.is_closed && found.kind == CandidateKind::ClosingTag => {
-                self.part(text, at(found.at))
-            }
+            (Some(found), InputEnd::Truncated) if found.is_closed && !found.opens() => self.part(text, at(found.at)),
             (Some(found), InputEnd::Truncated) if !found.has_text => {
                 ValuePart { end: None, ..self.part(text, at(found.at)) }
             }
@@ -246,7 +269,8 @@ impl ValueScanner {
     /// Judges the last tag by what follows it. Returns true if the candidate is the end.
     fn follow(&mut self, follow: Follow<'_>) -> bool {
         let Some(tag) = self.last.take() else { return false };
-        let is_on_edge = tag.starts_line || !matches!(follow, Follow::SameLine);
+        let ends_line = !matches!(follow, Follow::SameLine);
+        let is_on_edge = tag.starts_line || ends_line;
         let next = if let Follow::Tag(next) = follow { Some(&next.kind) } else { None };
         match &tag.kind {
             TagKind::ToolCall => {
@@ -263,10 +287,10 @@ impl ValueScanner {
                 is_end
             }
             TagKind::Parameter(_) => {
-                self.start_parameter(&tag, matches!(follow, Follow::SameLine));
+                self.start_parameter(&tag, ends_line);
                 false
             }
-            TagKind::EndParameter => self.end_parameter(&tag, is_on_edge, next, matches!(follow, Follow::End)),
+            TagKind::EndParameter => self.end_parameter(&tag, ends_line, next, matches!(follow, Follow::End)),
             TagKind::EndFunction | TagKind::EndToolCall => {
                 self.end_call(&tag, is_on_edge, next, matches!(follow, Follow::End));
                 false
@@ -284,10 +308,10 @@ impl ValueScanner {
         false
     }
 
-    fn start_parameter(&mut self, tag: &SeenTag, has_text: bool) {
-        if !has_text && self.candidate.is_none() {
+    fn start_parameter(&mut self, tag: &SeenTag, ends_line: bool) {
+        if ends_line && self.candidate.as_ref().is_none_or(Candidate::is_past_call) {
             match self.matched.filter(|matched| !matched.is_in_call) {
-                Some(matched) => self.suggest(matched.at, CandidateKind::ClosingTag, true),
+                Some(matched) => self.suggest(matched.at, CandidateKind::EndParameter, true),
                 None if tag.is_exact && tag.starts_line && tag.is_known => {
                     self.suggest(tag.at, CandidateKind::Parameter, true);
                 }
@@ -311,11 +335,11 @@ impl ValueScanner {
     }
 
     /// Returns true if the candidate is the end.
-    fn end_parameter(&mut self, tag: &SeenTag, is_on_edge: bool, next: Option<&TagKind>, is_last: bool) -> bool {
+    fn end_parameter(&mut self, tag: &SeenTag, ends_line: bool, next: Option<&TagKind>, is_last: bool) -> bool {
         use TagKind::{EndParameter, Function, Parameter, ToolCall};
         let goes_on = next.is_some_and(|next| tag.is_exact || *next != EndParameter);
         let is_complete = goes_on || is_last;
-        if !(if tag.is_exact { is_on_edge } else { goes_on || (is_last && tag.starts_line) }) {
+        if !(if tag.is_exact { ends_line } else { goes_on || (is_last && tag.starts_line) }) {
             self.push_text();
             return false;
         }
@@ -327,18 +351,20 @@ impl ValueScanner {
         let is_second_end = next.is_some_and(|next| !matches!(next, ToolCall | Function(_)));
         let is_better = match &self.candidate {
             None => true,
-            Some(first) if is_repeated && first.kind != CandidateKind::ClosingTag && first.at > 0 => false,
-            Some(first) if is_repeated && first.kind == CandidateKind::ClosingTag && !first.is_closed => {
-                // A repeated tag, unless the first one ends a line of text.
-                is_complete && (first.has_text || (self.is_block && !first.starts_line))
+            Some(first) if is_repeated && first.opens() && first.at > 0 => false,
+            Some(first) if is_repeated && first.kind == CandidateKind::EndParameter && !first.is_closed => {
+                // A repeated tag, unless the first one is the value or ends a line of text.
+                let is_quoted = first.at == 0 || !first.starts_line;
+                is_complete && (first.has_text || (self.is_block && is_quoted))
             }
+            Some(first) if first.kind == CandidateKind::EndCall => is_complete,
             Some(first) => is_complete && (first.has_text || is_second_end),
         };
         if is_better {
-            self.suggest(tag.at, CandidateKind::ClosingTag, tag.starts_line);
+            self.suggest(tag.at, CandidateKind::EndParameter, tag.starts_line);
         }
         let is_near =
-            |first: &Candidate| first.kind == CandidateKind::ClosingTag && !first.is_closed && !first.has_text;
+            |first: &Candidate| first.kind == CandidateKind::EndParameter && !first.is_closed && !first.has_text;
         self.candidate.as_ref().is_some_and(is_near) && matches!(next, Some(Parameter(_)))
     }
 
@@ -350,19 +376,23 @@ impl ValueScanner {
             return self.push_text();
         }
         if self.close(if tag.kind == EndFunction { OpenTag::Function } else { OpenTag::Call }) {
-            if let Some(candidate) = &mut self.candidate {
-                candidate.is_closed |= candidate.kind != CandidateKind::ClosingTag;
+            let is_outer = self.open.is_empty();
+            if let Some(candidate) = self.candidate.as_mut().filter(|candidate| candidate.opens() && is_outer) {
+                candidate.close();
             }
             return;
         }
-        if let Some(candidate) = &mut self.candidate {
-            candidate.is_closed = true;
-            return;
+        let is_first = |candidate: &&mut Candidate| !(ends_call && candidate.is_past_call());
+        if let Some(candidate) = self.candidate.as_mut().filter(is_first) {
+            return candidate.close();
         }
         let parameter = self.matched.filter(|matched| tag.after == Some(EndParameter) && !matched.is_in_call);
-        self.suggest(parameter.map_or(tag.at, |end| end.at), CandidateKind::ClosingTag, tag.starts_line);
-        if let (Some(candidate), Some(_)) = (&mut self.candidate, parameter) {
-            candidate.is_closed = true;
+        match parameter {
+            Some(matched) => {
+                self.suggest(matched.at, CandidateKind::EndParameter, tag.starts_line);
+                self.candidate.as_mut().map(Candidate::close);
+            }
+            None => self.suggest(tag.at, CandidateKind::EndCall, tag.starts_line),
         }
     }
 

@@ -98,9 +98,9 @@ fn write_parameter(
         _ if is_repeated => write!(text, "<parameter={name}>\n<parameter={name}>\n"),
         0 => write!(text, "<parameter=\"{name}\">{after}"),
         1 => write!(text, "<parameter = {name} >{after}"),
-        _ if is_plain => write!(text, "<parameter={name}>\n"),
+        _ if is_plain => writeln!(text, "<parameter={name}>"),
         2 => write!(text, "<parameter name=\"{name}\">{after}"),
-        3 => write!(text, "<parameter={name}\n"),
+        3 => writeln!(text, "<parameter={name}"),
         _ => write!(text, "<parameter={name}>{after}"),
     };
     let close = if is_repeated || is_plain {
@@ -140,10 +140,10 @@ fn write_call(
         ["<tool_call>\n", "<tool_call>\n<tool_call>\n", "", "<tool_call>\n", "<tool_call>\n"][random.below(5)],
     );
     let _ = match random.below(8) {
-        0 => write!(text, "<function=\"{name}\">\n"),
+        0 => writeln!(text, "<function=\"{name}\">"),
         1 => write!(text, "<function={name}>\n<function={name}>\n"),
-        2 => write!(text, "<function={name}\n"),
-        _ => write!(text, "<function={name}>\n"),
+        2 => writeln!(text, "<function={name}"),
+        _ => writeln!(text, "<function={name}>"),
     };
     let mut arguments = Map::new();
     let mut is_open = *is_plain;
@@ -341,6 +341,7 @@ fn long_values_take_linear_time() {
         let json: String =
             deltas.iter().filter(|delta| matches!(delta, Delta::Arguments { .. })).map(Delta::text).collect();
         let value = format!("{before}{long}");
-        assert!(json == json!({"s": value.strip_suffix('\n')}).to_string());
+        let expected = json!({"s": value.strip_suffix('\n')}).to_string();
+        assert!(json == expected, "value after {before:?}");
     }
 }
