@@ -276,6 +276,8 @@ fn quoted_tags_stay_in_their_value() {
         "x\n</parameter>\n</function>\n</tool_call>",
         "x\n</parameter>\n</function>\n</tool_call>\nx",
         "ends with </parameter>",
+        "</parameter>",
+        "a\n</function>\nb",
         "<tool_call>\n<function=f>\n<parameter=n>\n1\n</parameter>\n</function>\n</tool_call>\n\ntext\n\n<tool_call>",
         "Begin:\n<tool_call>\n<function=NAME>\n<parameter=s>\nhere.",
         "<parameter=path>\nis a mention",
@@ -284,9 +286,11 @@ fn quoted_tags_stay_in_their_value() {
         let body = format!("<parameter=s>\n{value}\n</parameter>\n</function>\n</tool_call>");
         assert_eq!(read(&body), ["0 f".to_owned(), format!("0 {}", json!({"s": value}))], "{value}");
     }
-    // Without `</parameter>`, a quotation mark still protects a tag, and so does an opening tag in the value.
+    // Without `</parameter>`, a quotation mark still protects a tag, and so do an opening tag and text after the tag.
     for (body, arguments) in [
         ("<parameter=o>\n{\"a\": \"</parameter> <parameter=n>x\"}", json!({"o": {"a": "</parameter> <parameter=n>x"}})),
+        ("<parameter=s>\nx\n</function>\ny", json!({"s": "x\n</function>\ny"})),
+        ("<parameter=s>\nx\n</tool_call>\ny", json!({"s": "x\n</tool_call>\ny"})),
         (
             "<parameter=s>\n<tool_call>\n<function=x>\n</function>\n</tool_call>",
             json!({"s": "<tool_call>\n<function=x>\n</function>\n</tool_call>"}),
