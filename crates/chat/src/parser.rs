@@ -527,7 +527,7 @@ impl Parser {
         let after = after_gap(self.rest()).unwrap_or_default();
         let skip = self.rest().len() - after.len();
         match tag_at(after) {
-            _ if skip > MAX_GAP => self.to_content(),
+            _ if skip > MAX_GAP => self.start_content(),
             TagAt::Found(Tag { kind: TagKind::Function(name), length, is_exact: true }) if in_call => {
                 self.at += skip;
                 self.start_call(name, length)
@@ -538,11 +538,11 @@ impl Parser {
             }
             TagAt::Unfinished if end == InputEnd::MoreToCome => self.wait(ParserState::Closing { in_call }),
             TagAt::Unfinished if end == InputEnd::Truncated || after.starts_with("</") => self.drop_rest(),
-            _ => self.to_content(),
+            _ => self.start_content(),
         }
     }
 
-    fn to_content(&mut self) -> StepResult {
+    fn start_content(&mut self) -> StepResult {
         self.prose = Prose::default();
         self.to(ParserState::Content)
     }
