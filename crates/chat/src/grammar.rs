@@ -3,7 +3,7 @@
 //!
 //! * [`format`] has the formats that a request may ask for;
 //! * [`json_schema`], [`schema_references`] and [`lark`] check a client's format before it is compiled;
-//! * [`tool_calls`] writes the grammar of Qwen's tool calls;
+//! * [`tool_calls`] and [`raw_text`] write the grammar of Qwen's tool calls;
 //! * [`constraint`] follows one answer: its reasoning, with a token budget, and then its format.
 //!
 //! Markup tokens (`<think>`, `<tool_call>`, `<|im_end|>`, ...) are not text to a grammar. They are allowed only where
@@ -14,6 +14,7 @@ mod disjoint;
 mod format;
 mod json_schema;
 mod lark;
+mod raw_text;
 mod schema_references;
 mod string_formats;
 mod tool_calls;
@@ -207,6 +208,8 @@ fn factory(tokenizer: &Tokenizer, eos: &[u32]) -> Result<ParserFactory, Box<dyn 
     Ok(factory)
 }
 
+#[cfg(test)]
+mod generated_tools;
 #[cfg(test)]
 mod test_validator;
 #[cfg(test)]

@@ -11,6 +11,7 @@
 //! | `template` | chat templates, with Python's text functions and limits |
 //! | `tokenizer`, `decoder`, `stop` | encoding, and where a long text may be cut; ids to text; stop strings |
 //! | `message_ends`, `json_numbers` | ends of messages, for snapshots; JSON numbers of any size |
+//! | `schema` | references of JSON schemas, the values and parameters that they allow |
 //! | `parser` | text to reasoning, content and tool calls |
 //! | `grammar` | JSON schemas, regular expressions and Lark grammars to token masks, with limits |
 //! | `error` | errors of templates and tokenizers |
@@ -22,6 +23,7 @@ pub mod json_numbers;
 mod message;
 mod message_ends;
 pub mod parser;
+mod schema;
 mod stop;
 mod template;
 mod tokenizer;

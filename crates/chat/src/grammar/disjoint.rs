@@ -1,16 +1,16 @@
 //! Finds out whether the alternatives of a `oneOf` exclude each other. llguidance supports only `anyOf`, which means
 //! the same as `oneOf` for such alternatives.
 
-use crate::parser::target;
+use crate::schema::Document;
 use serde_json::Value;
 
 /// Maximum number of alternatives that are compared pairwise.
 const MAX_ALTERNATIVES: usize = 256;
 
 /// True if the types and tags of the alternatives show that a value can match only one alternative. A tag is a required
-/// property with one allowed value. References are followed in `root`.
-pub fn are_disjoint(alternatives: &[Value], root: &Value) -> bool {
-    let resolve = |alternative| target(alternative, root).unwrap_or(alternative);
+/// property with one allowed value.
+pub fn are_disjoint(alternatives: &[Value], document: &Document<'_>) -> bool {
+    let resolve = |alternative| document.target(alternative).unwrap_or(alternative);
     let resolved: Vec<&Value> = alternatives.iter().map(resolve).collect();
     alternatives.len() <= MAX_ALTERNATIVES
         && resolved.iter().enumerate().all(|(at, one)| resolved[..at].iter().all(|other| differ(one, other)))
@@ -73,7 +73,11 @@ mod tests {
             (json!([{"minimum": 1}, {"type": "string"}]), false),
             (json!([]), true),
         ] {
-            assert_eq!(are_disjoint(alternatives.as_array().unwrap(), &root), disjoint, "{alternatives}");
+            assert_eq!(
+                are_disjoint(alternatives.as_array().unwrap(), &Document::new(&root)),
+                disjoint,
+                "{alternatives}"
+            );
         }
     }
 }

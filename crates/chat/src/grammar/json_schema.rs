@@ -1,16 +1,19 @@
-//! A client's JSON schema, prepared for llguidance. The prepared schema is bounded and has no keywords that do not
-//! affect validity. Errors name the path of the part that causes them.
+//! A client's JSON schema, prepared for llguidance and for [`tool_calls`](super::tool_calls). The prepared schema is
+//! bounded and has no keywords that do not affect validity. Parts that references lead to are in its `$defs`, and each
+//! `$ref` is a pointer to one of them. Errors name the path of the part that causes them.
 
 use super::{
     disjoint,
     format::{FormatError, plain_reason},
     schema_references::{self, WITH_ARRAY, WITH_OBJECT, WITH_SCHEMA, subschemas},
 };
+use crate::schema::Document;
 use llguidance::{
     derivre::{RegexAst, RegexBuilder},
     regex_to_lark,
 };
 use serde_json::{Map, Value, json};
+use std::collections::HashMap;
 
 const MAX_BYTES: usize = 512 << 10;
 const MAX_SUBSCHEMAS: usize = 20_000;
@@ -30,21 +33,11 @@ const MAX_INTEGER: i64 = 10i64.pow(18);
 const MAX_INTEGER_BOUND: f64 = 9e18;
 
 /// Keywords whose value is copied, because it contains no schema.
-const COPIED: [&str; 20] = [
-    "$ref",
-    "$id",
-    "$anchor",
-    "$schema",
+const COPIED: [&str; 10] = [
     "const",
     "enum",
     "type",
-    "minItems",
-    "maxItems",
     "required",
-    "minProperties",
-    "maxProperties",
-    "minLength",
-    "maxLength",
     "pattern",
     "minimum",
     "maximum",
@@ -53,8 +46,14 @@ const COPIED: [&str; 20] = [
     "multipleOf",
 ];
 
+/// Keywords whose value is a number of parts.
+const COUNTS: [&str; 6] = ["minItems", "maxItems", "minProperties", "maxProperties", "minLength", "maxLength"];
+
+/// Keywords that apply other schemas to the same value.
+const COMBINING: [&str; 8] = ["$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "dependentSchemas", "not"];
+
 /// Keywords that restrict the valid values in a way that a token mask cannot enforce.
-const UNSUPPORTED: [&str; 15] = [
+const UNSUPPORTED: [&str; 16] = [
     "not",
     "if",
     "then",
@@ -70,6 +69,7 @@ const UNSUPPORTED: [&str; 15] = [
     "unevaluatedItems",
     "unevaluatedProperties",
     "$dynamicRef",
+    "$recursiveRef",
 ];
 
 /// Formats that can be enforced. Every other format is an annotation, as in the JSON Schema specification.
@@ -87,28 +87,60 @@ pub fn prepare(schema: &Value, strict: bool) -> Result<Value, FormatError> {
     if bytes > MAX_BYTES {
         return Err(FormatError::new("", format!("the schema has {bytes} bytes; the limit is {MAX_BYTES}")));
     }
-    let mut preparation =
-        Preparation { root: schema, strict, subschemas_left: MAX_SUBSCHEMAS, properties_left: MAX_PROPERTIES };
-    let mut prepared = preparation.subschema(schema, "", 0)?;
-    if let Value::Object(prepared) = &mut prepared {
-        prepared.insert(
-            "x-guidance".into(),
-            json!({"whitespace_pattern": WHITESPACE, "coerce_one_of": !strict, "lenient": !strict}),
-        );
+    let mut preparation = Preparation {
+        document: Document::new(schema),
+        strict,
+        subschemas_left: MAX_SUBSCHEMAS,
+        properties_left: MAX_PROPERTIES,
+        definition_names: HashMap::new(),
+        pending: Vec::new(),
+    };
+    let prepared = preparation.subschema(schema, "", 0)?;
+    let mut definitions = Map::new();
+    while let Some((name, part)) = preparation.pending.pop() {
+        definitions.insert(name.clone(), preparation.subschema(part, &format!(".{name}"), 1)?);
     }
+    let prepared = complete(prepared, definitions, strict);
     schema_references::check(&prepared)?;
     Ok(prepared)
 }
 
+/// Adds definitions and llguidance's options to a prepared schema.
+fn complete(mut schema: Value, definitions: Map<String, Value>, strict: bool) -> Value {
+    if let (Value::Object(fields), false) = (&mut schema, definitions.is_empty()) {
+        fields.insert("$defs".into(), definitions.into());
+    }
+    let mut options = json!({"whitespace_pattern": WHITESPACE, "coerce_one_of": !strict, "lenient": !strict});
+    if strict && has_names_beside_listed(&schema) && !schema.to_string().contains("\\u00") {
+        // With the escape `\u`, a model could spell a listed name so that llguidance takes it for another name.
+        options["json_allowed_escapes"] = "nrbtf\\\"".into();
+    }
+    if let Value::Object(fields) = &mut schema {
+        fields.insert("x-guidance".into(), options);
+    }
+    schema
+}
+
+/// True if an object in the schema may have names other than those that it lists.
+fn has_names_beside_listed(schema: &Value) -> bool {
+    let lists = ["properties", "patternProperties"].iter().any(|key| schema.get(key).is_some());
+    let is_open = lists && schema.get("additionalProperties") != Some(&Value::Bool(false));
+    is_open || subschemas(schema).into_iter().any(|(_, part)| has_names_beside_listed(part))
+}
+
 struct Preparation<'a> {
-    root: &'a Value,
+    document: Document<'a>,
     strict: bool,
     subschemas_left: usize,
     properties_left: usize,
+    /// Names in the prepared `$defs` of the parts that references lead to, by the address of the part.
+    definition_names: HashMap<*const Value, String>,
+    /// Definitions that are not prepared yet.
+    pending: Vec<(String, &'a Value)>,
 }
 
-impl Preparation<'_> {
-    fn subschema(&mut self, schema: &Value, path: &str, depth: usize) -> Result<Value, FormatError> {
+impl<'a> Preparation<'a> {
+    fn subschema(&mut self, whole: &'a Value, path: &str, depth: usize) -> Result<Value, FormatError> {
         let error = |reason: String| Err(FormatError::new(path, reason));
         let Some(left) = self.subschemas_left.checked_sub(1) else {
             return error(format!("the schema has more than {MAX_SUBSCHEMAS} parts"));
@@ -117,8 +149,8 @@ impl Preparation<'_> {
         if depth > MAX_DEPTH {
             return error(format!("the schema is more than {MAX_DEPTH} levels deep"));
         }
-        let schema = match schema {
-            Value::Bool(_) => return Ok(schema.clone()),
+        let schema = match whole {
+            Value::Bool(_) => return Ok(whole.clone()),
             Value::Object(schema) => schema,
             _ => return error("a schema is an object or a boolean".into()),
         };
@@ -126,6 +158,20 @@ impl Preparation<'_> {
         for (key, value) in schema {
             let inner = format!("{path}.{key}");
             let word = key.as_str();
+            if matches!(word, "$defs" | "definitions") {
+                continue;
+            }
+            if word == "$ref" {
+                prepared.insert(key.clone(), self.reference(whole, &inner)?.into());
+                continue;
+            }
+            if word == "unevaluatedProperties"
+                && *value == false
+                && !COMBINING.iter().any(|key| schema.contains_key(*key))
+            {
+                prepared.entry("additionalProperties").or_insert(Value::Bool(false));
+                continue;
+            }
             if word == "type" {
                 check_type(value, &inner)?;
             }
@@ -141,7 +187,9 @@ impl Preparation<'_> {
             if word == "format" && value.as_str().is_none_or(|format| !FORMATS.contains(&format)) {
                 continue;
             }
-            let value = if COPIED.contains(&word) || word == "format" {
+            let value = if COUNTS.contains(&word) {
+                count(value, &inner)?
+            } else if COPIED.contains(&word) || word == "format" {
                 value.clone()
             } else if WITH_OBJECT.contains(&word) {
                 let Value::Object(parts) = value else {
@@ -165,11 +213,11 @@ impl Preparation<'_> {
                     return Err(FormatError::new(&inner, format!("{key} must be an array")));
                 };
                 let part =
-                    |(index, part): (usize, &Value)| self.subschema(part, &format!("{inner}[{index}]"), depth + 1);
+                    |(index, part): (usize, &'a Value)| self.subschema(part, &format!("{inner}[{index}]"), depth + 1);
                 Value::Array(parts.iter().enumerate().map(part).collect::<Result<_, _>>()?)
             } else if WITH_SCHEMA.contains(&word) {
                 self.subschema(value, &inner, depth + 1)?
-            } else if self.strict && UNSUPPORTED.contains(&word) && *value != Value::Bool(false) {
+            } else if self.strict && UNSUPPORTED.contains(&word) && !allows_everything(word, value) {
                 return Err(FormatError::new(&inner, format!("`{key}` cannot be enforced in a strict schema")));
             } else {
                 // The keyword is an annotation and does not affect which values are valid.
@@ -177,10 +225,10 @@ impl Preparation<'_> {
             };
             prepared.insert(key.clone(), value);
         }
-        if self.strict
-            && let Some(alternatives) = prepared.get("oneOf").and_then(Value::as_array)
-        {
-            if prepared.contains_key("anyOf") || !disjoint::are_disjoint(alternatives, self.root) {
+        if self.strict && prepared.contains_key("oneOf") {
+            let are_disjoint = schema.get("oneOf").and_then(Value::as_array);
+            let are_disjoint = are_disjoint.is_some_and(|all| disjoint::are_disjoint(all, &self.document));
+            if prepared.contains_key("anyOf") || !are_disjoint {
                 let reason = "`oneOf` can be enforced in a strict schema only if types or a tag tell its alternatives \
                               apart; use `anyOf`";
                 return Err(FormatError::new(&format!("{path}.oneOf"), reason));
@@ -196,7 +244,35 @@ impl Preparation<'_> {
             // llguidance's expression for times allows a 61st second in every minute.
             prepared.entry("pattern").or_insert("^[^:]*:[^:]*:[0-5]".into());
         }
+        if self.strict {
+            check_min_properties(&prepared, path)?;
+        }
+        // OpenAPI 3.0 writes a type that may be null in this way.
+        if schema.get("nullable") == Some(&Value::Bool(true)) {
+            return Ok(json!({"anyOf": [prepared, {"type": "null"}]}));
+        }
         Ok(Value::Object(prepared))
+    }
+
+    /// The reference to the definition of the part that the `$ref` of `schema` leads to.
+    fn reference(&mut self, schema: &'a Value, path: &str) -> Result<String, FormatError> {
+        let reference = &schema["$ref"];
+        let Some(target) = self.document.target(schema) else {
+            return Err(FormatError::new(path, format!("`$ref` {reference} leads to no part of the schema")));
+        };
+        let name = self.definition_names.get(&std::ptr::from_ref(target)).cloned().unwrap_or_else(|| {
+            // The name is close to the path in the client's schema, and needs no escapes in a pointer.
+            let path = reference.as_str().unwrap_or_default().trim_start_matches(['#', '/']).replace('/', ".");
+            let is_plain = |c: char| c.is_ascii_alphanumeric() || "$._-".contains(c);
+            let mut name: String = path.chars().map(|c| if is_plain(c) { c } else { '_' }).collect();
+            while name.is_empty() || self.definition_names.values().any(|taken| *taken == name) {
+                name = format!("{name}_{}", self.definition_names.len());
+            }
+            self.definition_names.insert(target, name.clone());
+            self.pending.push((name.clone(), target));
+            name
+        });
+        Ok(format!("#/$defs/{name}"))
     }
 
     fn can_enforce_pattern(&self, pattern: &Value, path: &str) -> Result<bool, FormatError> {
@@ -235,6 +311,38 @@ pub fn can_enforce(pattern: &RegexAst, strict: Option<&str>, path: &str) -> Resu
             Err(FormatError::new(path, format!("the pattern cannot be enforced in a strict {what}: {reason}")))
         }
         (compiled, _) => Ok(compiled.is_ok()),
+    }
+}
+
+/// A count that JSON may write with decimals.
+fn count(value: &Value, path: &str) -> Result<Value, FormatError> {
+    match value.as_f64() {
+        Some(count) if count >= 0.0 && count.fract() == 0.0 && count < 1e15 => Ok((count as u64).into()),
+        _ => Err(FormatError::new(path, format!("{value} is not a number of parts"))),
+    }
+}
+
+/// True if an unsupported keyword with this value restricts nothing.
+fn allows_everything(keyword: &str, value: &Value) -> bool {
+    match keyword {
+        "uniqueItems" | "not" => *value == false,
+        "then" | "else" | "unevaluatedItems" | "unevaluatedProperties" => *value == true,
+        "dependencies" | "dependentRequired" | "dependentSchemas" => value.as_object().is_some_and(Map::is_empty),
+        _ => false,
+    }
+}
+
+/// A model may repeat a name that the schema does not list, and a name that is repeated counts once.
+fn check_min_properties(schema: &Map<String, Value>, path: &str) -> Result<(), FormatError> {
+    let required = schema.get("required").and_then(Value::as_array).map_or(0, Vec::len) as u64;
+    let is_closed = schema.get("additionalProperties") == Some(&Value::Bool(false));
+    let is_open = !is_closed || schema.contains_key("patternProperties");
+    match schema.get("minProperties").and_then(Value::as_u64) {
+        Some(min) if is_open && min > required + 1 => {
+            let reason = "`minProperties` above 1 cannot be enforced in a strict schema for names that are not listed";
+            Err(FormatError::new(&format!("{path}.minProperties"), reason))
+        }
+        _ => Ok(()),
     }
 }
 
@@ -296,13 +404,13 @@ pub fn locate(schema: &Value, reason: String, compile_error: impl Fn(&Value) -> 
             // checked where it is defined.
             let Value::Object(alone) = child else { continue };
             let mut alone = alone.clone();
-            for key in ["$defs", "definitions", "x-guidance"] {
+            for key in ["$defs", "x-guidance"] {
                 if let Some(value) = schema.get(key) {
                     alone.insert(key.into(), value.clone());
                 }
             }
             if let Some(cause) = compile_error(&Value::Object(alone)) {
-                path += &inner;
+                path += inner.strip_prefix(".$defs").unwrap_or(&inner);
                 reason = cause;
                 part = child;
                 continue 'down;
@@ -313,43 +421,17 @@ pub fn locate(schema: &Value, reason: String, compile_error: impl Fn(&Value) -> 
     (path, reason)
 }
 
-/// Turns `schema`, a part of `root`, into a schema that can be compiled alone. If the part has references, adds `root`
-/// as a definition.
-pub fn extract(schema: &Value, root: &Value) -> Value {
-    let mut part = redirect_references(schema);
-    if let Value::Object(part) = &mut part {
-        if schema.to_string().contains("\"$ref\"") {
-            part.insert("$defs".into(), json!({ROOT: redirect_references(root)}));
-        }
-        if let Some(options) = root.get("x-guidance") {
-            part.insert("x-guidance".into(), options.clone());
+/// Turns `schema` into a schema that can be compiled alone, with the definitions of `root` that it refers to.
+pub fn with_definitions(schema: Value, root: &Value, strict: bool) -> Value {
+    let mut definitions = Map::new();
+    let mut parts = vec![schema.to_string()];
+    while let Some(text) = parts.pop() {
+        for (name, definition) in root.get("$defs").and_then(Value::as_object).into_iter().flatten() {
+            if !definitions.contains_key(name) && text.contains(&format!("\"#/$defs/{name}\"")) {
+                definitions.insert(name.clone(), definition.clone());
+                parts.push(definition.to_string());
+            }
         }
     }
-    part
-}
-
-const ROOT: &str = "root";
-
-/// Copies a schema. References to the same document (`#...`) point into `#/$defs/root` in the copy.
-fn redirect_references(schema: &Value) -> Value {
-    match schema {
-        Value::Object(fields) => {
-            let field = |(key, value): (&String, &Value)| match (key.as_str(), value.as_str()) {
-                ("x-guidance" | "$id" | "$schema", _) => None,
-                ("$ref", Some(reference)) if reference.starts_with('#') => {
-                    Some((key.clone(), format!("#/$defs/{ROOT}{}", &reference[1..]).into()))
-                }
-                ("enum" | "const", _) => Some((key.clone(), value.clone())),
-                (name, _) if WITH_OBJECT.contains(&name) => {
-                    let parts = value.as_object().into_iter().flatten();
-                    let parts = parts.map(|(name, part)| (name.clone(), redirect_references(part)));
-                    Some((key.clone(), parts.collect()))
-                }
-                _ => Some((key.clone(), redirect_references(value))),
-            };
-            Value::Object(fields.iter().filter_map(field).collect())
-        }
-        Value::Array(items) => Value::Array(items.iter().map(redirect_references).collect()),
-        other => other.clone(),
-    }
+    complete(schema, definitions, strict)
 }

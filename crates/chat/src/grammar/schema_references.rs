@@ -24,7 +24,7 @@ pub const WITH_SCHEMA: [&str; 3] = ["items", "additionalItems", "additionalPrope
 /// Keywords whose value is an array of schemas.
 pub const WITH_ARRAY: [&str; 4] = ["anyOf", "oneOf", "allOf", "prefixItems"];
 /// Keywords whose value is an object of schemas.
-pub const WITH_OBJECT: [&str; 4] = ["properties", "patternProperties", "$defs", "definitions"];
+pub const WITH_OBJECT: [&str; 3] = ["properties", "patternProperties", "$defs"];
 
 /// Checks the references, intersections and multiples of a prepared schema.
 ///
@@ -32,9 +32,7 @@ pub const WITH_OBJECT: [&str; 4] = ["properties", "patternProperties", "$defs", 
 /// A reference leads only to itself, a chain of references is too long, a `multipleOf` has too many digits, or too many
 /// patterns or multiples apply to one value.
 pub fn check(root: &Value) -> Result<(), FormatError> {
-    let mut named = HashMap::new();
-    index_names(root, &mut named);
-    let schema = Schema { root, named };
+    let schema = Schema { root };
     schema.check_references(root, "", 0, &mut HashSet::new())?;
     let mut visits = MAX_VISITS;
     schema.check_intersections(root, "", &mut visits)
@@ -58,37 +56,16 @@ pub fn subschemas(schema: &Value) -> Vec<(String, &Value)> {
     parts
 }
 
-/// A schema, and the parts of it that references can name.
+/// A prepared schema.
 struct Schema<'a> {
     root: &'a Value,
-    /// Parts of the schema by `#anchor` and by `$id`.
-    named: HashMap<String, &'a Value>,
-}
-
-fn index_names<'a>(schema: &'a Value, named: &mut HashMap<String, &'a Value>) {
-    match schema {
-        Value::Object(fields) => {
-            if let Some(anchor) = fields.get("$anchor").and_then(Value::as_str) {
-                named.insert(format!("#{anchor}"), schema);
-            }
-            if let Some(id) = fields.get("$id").and_then(Value::as_str) {
-                named.insert(id.to_owned(), schema);
-            }
-            fields.values().for_each(|value| index_names(value, named));
-        }
-        Value::Array(items) => items.iter().for_each(|item| index_names(item, named)),
-        _ => {}
-    }
 }
 
 impl<'a> Schema<'a> {
-    /// The part that `schema` refers to. `None` if `schema` has no reference, or if the reference cannot be resolved.
+    /// The part that `schema` refers to. `None` if `schema` has no reference. All references of a prepared schema are
+    /// pointers.
     fn target(&self, schema: &Value) -> Option<&'a Value> {
-        let reference = schema.get("$ref")?.as_str()?;
-        match reference.strip_prefix('#') {
-            Some(pointer) if pointer.is_empty() || pointer.starts_with('/') => self.root.pointer(pointer),
-            _ => self.named.get(reference).copied(),
-        }
+        self.root.pointer(schema.get("$ref")?.as_str()?.strip_prefix('#')?)
     }
 
     /// Follows references depth first and visits each part once, as the compiler does. Definitions count only where
@@ -112,8 +89,7 @@ impl<'a> Schema<'a> {
             }
             self.check_references(target, path, length + 1, visited)?;
         }
-        let is_definition = |path: &str| [".$defs.", ".definitions."].iter().any(|start| path.starts_with(start));
-        for (inner, part) in subschemas(schema).into_iter().filter(|(inner, _)| !is_definition(inner)) {
+        for (inner, part) in subschemas(schema).into_iter().filter(|(inner, _)| !inner.starts_with(".$defs.")) {
             self.check_references(part, &format!("{path}{inner}"), length, visited)?;
         }
         Ok(())

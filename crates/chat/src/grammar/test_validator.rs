@@ -10,6 +10,9 @@ pub fn errors(schema: &Value, value: &Value, root: &Value) -> Vec<String> {
         Value::Bool(false) => return vec![format!("{value} where no value is allowed")],
         _ => schema,
     };
+    if value.is_null() && schema.get("nullable") == Some(&Value::Bool(true)) {
+        return wrong;
+    }
     let mut must = |holds: bool, what: &str| {
         if !holds {
             wrong.push(format!("{what}: {value}"));
@@ -39,8 +42,8 @@ pub fn errors(schema: &Value, value: &Value, root: &Value) -> Vec<String> {
     must(list("anyOf").is_none_or(|parts| parts.iter().any(|part| valid(part, value))), "anyOf");
     must(list("allOf").is_none_or(|parts| parts.iter().all(|part| valid(part, value))), "allOf");
     must(list("oneOf").is_none_or(|parts| parts.iter().filter(|part| valid(part, value)).count() == 1), "oneOf");
-    if let Some(target) = schema.get("$ref").and_then(Value::as_str) {
-        must(valid(root.pointer(&target[1..]).unwrap(), value), "$ref");
+    if let Some(reference) = schema.get("$ref").and_then(Value::as_str) {
+        must(valid(target(reference, root).unwrap(), value), "$ref");
     }
     if let Some(x) = value.as_f64() {
         must(number("minimum").is_none_or(|least| x >= least), "minimum");
@@ -91,4 +94,30 @@ pub fn errors(schema: &Value, value: &Value, root: &Value) -> Vec<String> {
         }
     }
     wrong
+}
+
+/// The part of `root` with this pointer, anchor or `$id`.
+fn target<'a>(reference: &str, root: &'a Value) -> Option<&'a Value> {
+    let (id, fragment) = reference.split_once('#').unwrap_or((reference, ""));
+    if !id.is_empty() {
+        let resource = find(root, "$id", id)?;
+        return if fragment.is_empty() { Some(resource) } else { target(&format!("#{fragment}"), resource) };
+    }
+    let decoded = fragment.replace("%3C", "<").replace("%3E", ">").replace("%20", " ");
+    if fragment.is_empty() || fragment.starts_with('/') {
+        root.pointer(&decoded)
+    } else {
+        find(root, "$anchor", fragment)
+    }
+}
+
+fn find<'a>(part: &'a Value, keyword: &str, name: &str) -> Option<&'a Value> {
+    if part.get(keyword).is_some_and(|known| known == name) {
+        return Some(part);
+    }
+    match part {
+        Value::Object(fields) => fields.values().find_map(|part| find(part, keyword, name)),
+        Value::Array(items) => items.iter().find_map(|part| find(part, keyword, name)),
+        _ => None,
+    }
 }

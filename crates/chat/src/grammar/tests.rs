@@ -397,3 +397,114 @@ fn properties_and_tools_are_bounded() {
     assert!(calls(129, 1).unwrap().reason.contains("128"));
     assert_eq!(calls(3, 800).unwrap().tool, Some(2));
 }
+
+/// The error of a forced call of a strict tool.
+fn strict_tool_error(parameters: Value) -> FormatError {
+    let mut tools = [tool("f", &parameters)];
+    tools[0]["function"]["strict"] = true.into();
+    let allowed = AllowedTools { tools: tools.iter().cloned().enumerate().collect(), parallel: false };
+    let format = OutputFormat { content: ContentFormat::Nothing, tools: Some(allowed) };
+    compile(&format).err().unwrap_or_else(|| panic!("{parameters} is accepted"))
+}
+
+#[test]
+fn words_behind_other_keywords_are_kept() {
+    let color = json!({"type": "string", "enum": ["red", "blue"]});
+    for schema in [
+        json!({"allOf": [color], "description": "d"}),
+        json!({"allOf": [color, {"maxLength": 3}], "default": "red"}),
+        json!({"type": "string", "anyOf": [{"const": "red"}, {"const": "blue"}]}),
+        json!({"anyOf": [color, {"type": "null"}], "default": null}),
+        json!({"oneOf": [color, {"type": "null"}]}),
+        json!({"type": ["string", "integer"], "enum": ["red", "7"]}),
+        json!({"enum": ["red", "blue"], "pattern": "^r"}),
+        json!({"type": ["string", "null"], "const": "null"}),
+    ] {
+        for strict in [false, true] {
+            for value in random_arguments(schema.clone(), strict) {
+                let wrong = test_validator::errors(&schema, &value, &schema);
+                assert!(wrong.is_empty(), "{schema}: {value}: {wrong:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn references_in_tools_are_followed_or_refused() {
+    let parameters = |reference: &str| {
+        json!({"type": "object", "required": ["a"], "properties": {"a": {"$ref": reference, "maximum": 5}},
+            "$defs": {"P<s>": {"$anchor": "p", "$id": "https://example.com/p", "type": "integer", "minimum": 0}}})
+    };
+    for reference in ["#/$defs/P%3Cs%3E", "#/$defs/P<s>", "https://example.com/p"] {
+        let tools = [tool("f", &parameters(reference))];
+        let allowed = AllowedTools { tools: tools.iter().cloned().enumerate().collect(), parallel: false };
+        let format = OutputFormat { content: ContentFormat::Nothing, tools: Some(allowed) };
+        let answer = text(&random_answer(compile(&format).unwrap(), 3));
+        assert!(
+            ('0'..='5').any(|digit| answer.contains(&format!("<parameter=a>\n{digit}\n"))),
+            "{reference}: {answer}"
+        );
+    }
+    for reference in ["#/$defs/none", "#none", "https://example.com/none"] {
+        let error = strict_tool_error(parameters(reference));
+        assert_eq!((error.tool, &*error.path), (Some(0), ".properties.a.$ref"), "{error:?}");
+        assert_eq!(schema_error(parameters(reference)).path, ".properties.a.$ref");
+    }
+}
+
+#[test]
+fn open_and_counted_parameters_are_enforced() {
+    let map = |min: usize| json!({"type": "object", "additionalProperties": {"type": "boolean"}, "minProperties": min});
+    let patterns = json!({"type": "object", "patternProperties": {"^x_": {"type": "boolean"}}, "additionalProperties": false,
+        "minProperties": 1});
+    let both = json!({"type": "object", "properties": {"a": {"const": 1}, "b": {"const": 2}}, "minProperties": 2,
+        "additionalProperties": false});
+    for (parameters, part) in [(map(1), "<parameter="), (patterns, "<parameter=x_"), (both, "<parameter=b>\n2\n")] {
+        let tools = [tool("f", &parameters)];
+        let allowed = AllowedTools { tools: tools.iter().cloned().enumerate().collect(), parallel: false };
+        let format = OutputFormat { content: ContentFormat::Nothing, tools: Some(allowed) };
+        let constraint = compile(&format).unwrap();
+        for seed in 0..4 {
+            let answer = text(&random_answer(constraint.clone(), seed));
+            assert!(answer.contains(part), "{parameters}: {answer}");
+        }
+    }
+    let object = json!({"type": "object", "properties": {"a": {"const": 1}, "b": {"const": 2}, "c": {"const": 3}},
+        "required": ["a"], "additionalProperties": false});
+    let with = |key: &str, value: Value| {
+        let mut object = object.clone();
+        object[key] = value;
+        object
+    };
+    for (parameters, path) in [
+        (map(2), ".minProperties"),
+        (with("minProperties", json!(2)), ".minProperties"),
+        (with("maxProperties", json!(2)), ".maxProperties"),
+        (with("required", json!(["a", "z"])), ".required"),
+        (with("const", json!({"a": 1})), ".const"),
+        (with("properties", json!({"a": {"const": "</parameter>\n</function>"}})), ".properties.a"),
+    ] {
+        assert_eq!(strict_tool_error(parameters).path, path);
+    }
+}
+
+#[test]
+fn closed_objects_have_no_other_properties() {
+    let closed = json!({"type": "object", "properties": {"a": {"type": "integer"}}, "unevaluatedProperties": false});
+    let open = json!({"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": true});
+    let constraint = compile(&json_format(&closed, true)).unwrap();
+    for seed in 0..10 {
+        let value: Value = serde_json::from_str(&text(&random_answer(constraint.clone(), seed))).unwrap();
+        assert!(value.as_object().unwrap().keys().all(|name| name == "a"), "{value}");
+    }
+    // No escape spells a declared name so that it seems to be another one.
+    let mut constraint = compile(&json_format(&open, true)).unwrap();
+    for byte in ["{", "\""] {
+        constraint.accept(GRAMMARS.tokenizer.encode(byte).unwrap()[0]).unwrap();
+    }
+    constraint.accept(GRAMMARS.tokenizer.encode("\\").unwrap()[0]).unwrap();
+    let next = allowed(&constraint.allowed().unwrap());
+    assert!(next.iter().all(|&id| !GRAMMARS.tokenizer.token_bytes(id).starts_with(b"u")));
+    let combined = json!({"allOf": [{"type": "object"}], "unevaluatedProperties": false});
+    assert_eq!(compile(&json_format(&combined, true)).err().unwrap().path, ".unevaluatedProperties");
+}

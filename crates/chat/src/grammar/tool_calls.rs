@@ -11,35 +11,24 @@
 //! ```
 //!
 //! Parameters come in the order of the schema. Parameters that are not required may be left out. The value of a string
-//! is raw text up to the closing tag. Every other value is JSON.
+//! is raw text up to the closing tag: see [`raw_text`](super::raw_text). Every other value is JSON.
 
 use super::{
     format::{AllowedTools, FormatError},
-    json_schema, string_formats,
+    json_schema,
+    raw_text::{END, RawText, TEXT_RULE, literal, name_expression},
 };
-use crate::parser::{JsonTypes, target};
-use llguidance::{api::GrammarWithLexer, derivre::RegexAst, regex_to_lark};
-use serde_json::{Map, Value};
+use crate::schema::{Document, MAX_PARAMETER_SETS, ParameterSet, TypeSet, ValueType, any_value, parameter_sets};
+use llguidance::api::GrammarWithLexer;
+use serde_json::{Map, Value, json};
 use std::fmt::Write;
 
 /// Maximum number of tools that one answer may call, as in OpenAI's API.
 const MAX_TOOLS: usize = 128;
 /// Maximum number of parameters of all tools together. Compiling takes about a millisecond per parameter.
 const MAX_PARAMETERS: usize = 2000;
-/// Maximum number of parameter sets that `anyOf` and `oneOf` of one tool may result in.
-const MAX_PARAMETER_SETS: usize = 64;
-/// Maximum depth to which `$ref`, `allOf` and `anyOf` are followed to find the parameters of a tool.
-const MAX_DEPTH: usize = 16;
-/// Maximum number of parts of a schema that are collected. References that branch could give exponentially many parts.
-const MAX_PARTS: usize = 1000;
-
-/// The closing tag of a value, in Lark.
-const END: &str = r#""\n</parameter>\n""#;
-
-/// Lark expression for any text up to the first closing tag, with that tag.
-const TEXT: &str = "text \"\\n\"";
-/// The rule that `TEXT` refers to.
-const TEXT_RULE: &str = r#"text[suffix="</parameter>"]: /(?s:.*)/"#;
+/// Maximum number of parameters with names that the schema does not list.
+const MAX_OPEN_PARAMETERS: usize = 1000;
 
 /// A grammar with the rule `calls`, and the grammars of JSON values that this rule refers to.
 #[derive(Default)]
@@ -59,7 +48,7 @@ pub fn write(
     if count > MAX_TOOLS {
         return Err(FormatError::new("", format!("{count} tools may be called; the limit is {MAX_TOOLS}")));
     }
-    let mut parameters = 0;
+    let mut parameters_left = MAX_PARAMETERS;
     let mut grammar = CallGrammar::default();
     let [open, close] =
         if call_is_token { ["<tool_call>", "</tool_call>"] } else { ["\"<tool_call>\"", "\"</tool_call>\""] };
@@ -70,13 +59,7 @@ pub fn write(
     let _ = writeln!(grammar.lark, "{TEXT_RULE}");
     for (index, tool) in &allowed.tools {
         let of_tool = |error: FormatError| FormatError { tool: Some(*index), ..error };
-        let tool = ToolGrammar::new(*index, tool).map_err(of_tool)?;
-        parameters += tool.root.get("properties").and_then(Value::as_object).map_or(0, Map::len);
-        if parameters > MAX_PARAMETERS {
-            let reason = format!("the tools up to this one have more than {MAX_PARAMETERS} parameters");
-            return Err(of_tool(FormatError::new("", reason)));
-        }
-        let rules = tool.write().map_err(of_tool)?;
+        let rules = write_tool(*index, tool, &mut parameters_left).map_err(of_tool)?;
         let alone = format!("start: tool_{index}\n{TEXT_RULE}\n{}", rules.lark);
         let alone = [vec![GrammarWithLexer::from_lark(alone)], rules.values.clone()].concat();
         check(alone).map_err(|reason| of_tool(FormatError::new("", reason)))?;
@@ -86,255 +69,218 @@ pub fn write(
     Ok(grammar)
 }
 
-/// The rules of one tool.
-struct ToolGrammar {
-    name: String,
+/// Writes the rule of one tool. `parameters_left` is the number of parameters that this tool and later ones may have.
+fn write_tool(index: usize, tool: &Value, parameters_left: &mut usize) -> Result<CallGrammar, FormatError> {
+    let function = tool.get("function").unwrap_or(tool);
+    let name = function.get("name").and_then(Value::as_str).unwrap_or_default();
+    let strict = function.get("strict").and_then(Value::as_bool).unwrap_or(false);
+    // A tool without a schema takes any parameters.
+    let parameters = function.get("parameters").filter(|parameters| !parameters.is_null()).cloned();
+    let root = json_schema::prepare(&parameters.unwrap_or_else(|| Map::new().into()), strict)?;
+    let document = Document::new(&root);
+    let sets = parameter_sets(&root, &document);
+    if sets.len() > MAX_PARAMETER_SETS {
+        let reason = format!("there are more than {MAX_PARAMETER_SETS} ways to fill in the parameters");
+        return Err(FormatError::new("", reason));
+    }
+    let parameters = sets.iter().map(|set| set.names().len()).max().unwrap_or(0);
+    *parameters_left = parameters_left.checked_sub(parameters).ok_or_else(|| {
+        FormatError::new("", format!("the tools up to this one have more than {MAX_PARAMETERS} parameters"))
+    })?;
+    let grammar = CallGrammar::default();
+    let mut writer =
+        ToolWriter { index, root: &root, document: &document, sets: &sets, strict, grammar, impossible: None };
+    let mut alternatives = Vec::new();
+    for set in &sets {
+        alternatives.extend(writer.parameters(set)?);
+    }
+    if alternatives.is_empty() {
+        let reason = "no call can have the parameters that the schema requires";
+        return Err(writer.impossible.unwrap_or_else(|| FormatError::new("", reason)));
+    }
+    let name = literal(&format!("{name}>\n"));
+    let _ = writeln!(writer.grammar.lark, "tool_{index}: {name} ({})", alternatives.join(" |"));
+    Ok(writer.grammar)
+}
+
+/// Writes the rules of one tool.
+struct ToolWriter<'a> {
     index: usize,
     /// The schema of the parameters, as [`json_schema::prepare`] returns it.
-    root: Value,
+    root: &'a Value,
+    document: &'a Document<'a>,
+    sets: &'a [ParameterSet<'a>],
     strict: bool,
     grammar: CallGrammar,
+    /// Why no call can have some set of parameters.
+    impossible: Option<FormatError>,
 }
 
-/// One set of parameters that a call may have.
-#[derive(Clone, Default)]
-struct ParameterSet {
-    properties: Map<String, Value>,
-    required: Vec<String>,
-    /// True if the schema names no properties, so that any parameter is allowed.
-    is_open: bool,
-}
-
-impl ToolGrammar {
-    fn new(index: usize, tool: &Value) -> Result<Self, FormatError> {
-        let function = tool.get("function").unwrap_or(tool);
-        let name = function.get("name").and_then(Value::as_str).unwrap_or_default().to_owned();
-        let strict = function.get("strict").and_then(Value::as_bool).unwrap_or(false);
-        // A tool without a schema takes any parameters.
-        let parameters = function.get("parameters").filter(|parameters| !parameters.is_null()).cloned();
-        let root = json_schema::prepare(&parameters.unwrap_or_else(|| Map::new().into()), strict)?;
-        Ok(Self { name, index, root, strict, grammar: CallGrammar::default() })
+impl ToolWriter<'_> {
+    /// Writes the expression of one set of parameters. `None` if no call can have these parameters.
+    fn parameters(&mut self, set: &ParameterSet<'_>) -> Result<Option<String>, FormatError> {
+        if let Some(keyword) = set.constant().filter(|_| self.strict) {
+            let reason = format!("`{keyword}` of all parameters together cannot be enforced in a strict tool");
+            return Err(FormatError::new(&format!(".{keyword}"), reason));
+        }
+        let mut listed = Vec::new();
+        for name in set.names() {
+            check_name(name)?;
+            let at = |error: FormatError| FormatError::new(&format!(".properties.{name}{}", error.path), error.reason);
+            let schemas = set.schemas(name);
+            match self.value(&schemas, |tool| any_value(tool.sets, name, tool.document)).map_err(at)? {
+                Some(value) => {
+                    listed.push((
+                        format!("{} ({value})", literal(&format!("<parameter={name}>\n"))),
+                        set.is_required(name),
+                    ));
+                }
+                None if set.is_required(name) => {
+                    let reason = format!("no value is allowed for the required parameter `{name}`");
+                    self.impossible = Some(FormatError::new(".required", reason));
+                    return Ok(None);
+                }
+                None => {}
+            }
+        }
+        let open = self.open_parameters(set)?;
+        self.sequence(listed, &open, set.counts())
     }
 
-    fn write(mut self) -> Result<CallGrammar, FormatError> {
-        let mut sets = Vec::new();
-        let open = ParameterSet { is_open: true, ..ParameterSet::default() };
-        self.collect_sets(&self.root, open, &mut sets, 0);
-        if sets.len() > MAX_PARAMETER_SETS {
-            let reason = format!("there are more than {MAX_PARAMETER_SETS} ways to fill in the parameters");
+    /// Writes the listed parameters, each with true if it is required, and then the open ones.
+    fn sequence(
+        &mut self,
+        mut listed: Vec<(String, bool)>,
+        open: &[String],
+        (min, max): (usize, Option<usize>),
+    ) -> Result<Option<String>, FormatError> {
+        let all_are_needed = min >= listed.len();
+        listed.iter_mut().for_each(|(_, is_required)| *is_required |= all_are_needed);
+        let required = listed.iter().filter(|(_, is_required)| *is_required).count();
+        // Listed parameters that are left out are not counted.
+        let open_min = min.saturating_sub(required);
+        let open_max = max.map_or(MAX_OPEN_PARAMETERS, |max| max.saturating_sub(listed.len()));
+        let too_many = max.is_some_and(|max| max < listed.len());
+        let too_few = if open.is_empty() { open_min > 0 } else { open_min > 1 };
+        let keyword = if too_many { "maxProperties" } else { "minProperties" };
+        let is_impossible =
+            max.is_some_and(|max| max < required) || open_min > 0 && required == listed.len() && open.is_empty();
+        let error = |reason: &str| FormatError::new(&format!(".{keyword}"), format!("`{keyword}` {reason}"));
+        if is_impossible || !open.is_empty() && open_min > open_max {
+            self.impossible = Some(error("allows no call"));
+            return Ok(None);
+        }
+        if self.strict && (too_many || too_few) {
+            return Err(error("cannot be enforced in a strict tool with optional parameters"));
+        }
+        let mut sequence = String::new();
+        for (parameter, is_required) in listed {
+            let _ = if is_required { write!(sequence, " {parameter}") } else { write!(sequence, " ({parameter})?") };
+        }
+        if !open.is_empty() && open_max > 0 {
+            let _ = write!(sequence, " ({}){{{open_min},{open_max}}}", open.join(" | "));
+        }
+        Ok(Some(if sequence.is_empty() { " \"\"".into() } else { sequence }))
+    }
+
+    /// Writes alternatives for a parameter whose name the schema does not list.
+    fn open_parameters(&mut self, set: &ParameterSet<'_>) -> Result<Vec<String>, FormatError> {
+        let mut parameters = Vec::new();
+        let mut listed: Vec<&str> = self.sets.iter().flat_map(ParameterSet::names).collect();
+        listed.sort_unstable();
+        listed.dedup();
+        for names in set.open_names() {
+            let Some(value) = self.value(&names.schemas, Self::any_open_value)? else { continue };
+            let Some(expression) = name_expression(&names, &listed, self.strict)? else { continue };
+            let name = format!("NAME_{}_{}", self.index, self.grammar.lark.len());
+            let _ = writeln!(self.grammar.lark, "{name}: \"<parameter=\" {expression} \">\\n\"");
+            parameters.push(format!("{name} ({value})"));
+        }
+        Ok(parameters)
+    }
+
+    /// The values of parameters whose names are not listed, in any set.
+    fn any_open_value(&self) -> ValueType {
+        let open = self.sets.iter().flat_map(ParameterSet::open_names);
+        open.map(|names| ValueType::of(&names.schemas, self.document)).fold(ValueType::nothing(), ValueType::or)
+    }
+
+    /// Lark alternatives for a value that matches all `schemas`, with its closing tag. `None` if no value matches them.
+    /// `any_value` returns the values of the parameter in any set.
+    fn value(
+        &mut self,
+        schemas: &[&Value],
+        any_value: impl Fn(&Self) -> ValueType,
+    ) -> Result<Option<String>, FormatError> {
+        let value = ValueType::of(schemas, self.document);
+        if !value.is_complete {
+            return Err(FormatError::new("", "it has too many alternatives"));
+        }
+        let read = if self.sets.len() > 1 { any_value(self) } else { value.clone() };
+        let is_word_of_other_set = |word: &&String| {
+            let types = serde_json::from_str(word).map_or(TypeSet::default(), |value| TypeSet::of(&value));
+            !value.words.contains(word) && value.others.has_any(types)
+        };
+        if let Some(word) = read.words.iter().find(is_word_of_other_set).filter(|_| self.strict) {
+            let reason = format!(
+                "`anyOf` of a strict tool has the word `{word}` in one alternative and another type in another"
+            );
             return Err(FormatError::new("", reason));
         }
-        let mut alternatives = Vec::new();
-        for set in sets {
-            let mut alternative = String::new();
-            for (name, property) in &set.properties {
-                if name.trim() != name || name.is_empty() || name.contains(['<', '>', '\n']) {
-                    let reason = "a parameter's name must not contain <, > or white space at its ends";
-                    return Err(FormatError::new(&format!(".properties.{name}"), reason));
-                }
-                let at =
-                    |error: FormatError| FormatError::new(&format!(".properties.{name}{}", error.path), error.reason);
-                let value = self.value(property).map_err(at)?;
-                let value = format!("{} ({value})", literal(&format!("<parameter={name}>\n")));
-                let _ = if set.required.contains(name) {
-                    write!(alternative, " {value}")
-                } else {
-                    write!(alternative, " ({value})?")
-                };
-            }
-            if set.is_open && set.properties.is_empty() {
-                alternative += &self.any_parameters()?;
-            }
-            alternatives.push(if alternative.is_empty() { " \"\"".into() } else { alternative });
+        let misread = value.misread(&read);
+        let prefix = format!("{}_{}", self.index, self.grammar.lark.len());
+        let text = RawText::of(&value, misread, &prefix, self.strict)?;
+        self.grammar.lark += &text.rules;
+        let mut alternatives = text.alternatives;
+        let types = json_types(&value, misread);
+        if !types.is_empty() {
+            let name = format!("value_{}_{}", self.index, self.grammar.values.len());
+            let schema = json_schema::with_definitions(json_part(schemas, &value, &types), self.root, self.strict);
+            let grammar = GrammarWithLexer::from_json_schema(schema);
+            self.grammar.values.push(GrammarWithLexer { name: Some(name.clone()), ..grammar });
+            alternatives.push(format!("@{name} {END}"));
         }
-        let index = self.index;
-        let name = literal(&format!("{}>\n", self.name));
-        let _ = writeln!(self.grammar.lark, "tool_{index}: {name} ({})", alternatives.join(" |"));
-        Ok(self.grammar)
+        Ok((!alternatives.is_empty()).then(|| alternatives.join(" | ")))
     }
+}
 
-    /// Writes a rule for parameters of any name. Used if the schema names no parameters.
-    fn any_parameters(&mut self) -> Result<String, FormatError> {
-        let others = self.root.get("additionalProperties").filter(|others| others.is_object()).cloned();
-        let value = others.map_or_else(|| Ok(TEXT.to_owned()), |others| self.value(&others))?;
-        let count = |key: &str| self.root.get(key).and_then(Value::as_u64).map(|count| count.min(1000));
-        let min = count("minProperties").unwrap_or(0);
-        let max = count("maxProperties").unwrap_or(1000);
-        Ok(format!(" (\"<parameter=\" /[A-Za-z0-9_.-]{{1,64}}/ \">\\n\" ({value})){{{min},{max}}}"))
-    }
+/// The names of the types that are written as JSON. Next to strings, some values are raw text.
+fn json_types(value: &ValueType, misread: TypeSet) -> Vec<&'static str> {
+    let is_json = !value.has_strings();
+    let number_is_json = value.texts.is_empty() || misread.has(TypeSet::NUMBER);
+    let number = if value.others.has(TypeSet::NUMBER) { "number" } else { "integer" };
+    let types = [
+        ("null", TypeSet::NULL, is_json),
+        ("boolean", TypeSet::BOOLEAN, is_json),
+        (number, TypeSet::NUMBER, number_is_json),
+        ("array", TypeSet::ARRAY, true),
+        ("object", TypeSet::OBJECT, true),
+    ];
+    let written = types.into_iter().filter(|(_, types, is_json)| *is_json && value.others.has_any(*types));
+    written.map(|(name, ..)| name).collect()
+}
 
-    /// Collects every set of parameters that `schema` allows. Each set includes the parameters of `base`.
-    fn collect_sets(&self, schema: &Value, base: ParameterSet, sets: &mut Vec<ParameterSet>, depth: usize) {
-        if depth > MAX_DEPTH || sets.len() > MAX_PARAMETER_SETS {
-            return;
-        }
-        let mut set = base;
-        let mut parts = Vec::new();
-        self.collect_parts(schema, &mut parts, 0);
-        for part in parts {
-            if let Some(Value::Object(properties)) = part.get("properties") {
-                set.is_open = false;
-                set.properties.extend(properties.clone());
-            }
-            set.is_open &= part.get("additionalProperties") != Some(&Value::Bool(false));
-            let required = part.get("required").and_then(Value::as_array).into_iter().flatten();
-            set.required.extend(required.filter_map(Value::as_str).map(str::to_owned));
-        }
-        match alternatives(schema) {
-            None => sets.push(set),
-            Some(choices) => {
-                choices.iter().for_each(|choice| self.collect_sets(choice, set.clone(), sets, depth + 1));
-            }
-        }
-    }
-
-    /// Collects a schema and the schemas that it includes by reference or `allOf`.
-    fn collect_parts<'a>(&'a self, schema: &'a Value, parts: &mut Vec<&'a Value>, depth: usize) {
-        parts.push(schema);
-        if depth < MAX_DEPTH && parts.len() < MAX_PARTS {
-            let all = schema.get("allOf").and_then(Value::as_array).into_iter().flatten();
-            target(schema, &self.root)
-                .into_iter()
-                .chain(all)
-                .for_each(|part| self.collect_parts(part, parts, depth + 1));
-        }
-    }
-
-    /// Lark alternatives for a value and its closing tag.
-    fn value(&mut self, schema: &Value) -> Result<String, FormatError> {
-        let mut branches = Vec::new();
-        self.collect_branches(schema, &mut branches, 0);
-        let mut rules = branches.iter().map(|branch| self.branch(branch)).collect::<Result<Vec<_>, _>>()?;
-        rules.dedup();
-        // If any text is allowed, the other alternatives add nothing.
-        Ok(if rules.iter().any(|rule| rule == TEXT) { TEXT.into() } else { rules.join(" | ") })
-    }
-
-    /// Splits a schema into alternatives with one type each, as far as the alternatives can be distinguished.
-    fn collect_branches(&self, schema: &Value, branches: &mut Vec<Value>, depth: usize) {
-        let is_only_keyword = schema.as_object().map_or(0, Map::len) == 1;
-        if is_only_keyword && depth < MAX_DEPTH && branches.len() < MAX_PARTS {
-            if let Some(target) = target(schema, &self.root) {
-                return self.collect_branches(target, branches, depth + 1);
-            }
-            if let Some(choices) = alternatives(schema) {
-                return choices.iter().for_each(|choice| self.collect_branches(choice, branches, depth + 1));
-            }
-        }
-        match schema.get("type").and_then(Value::as_array) {
-            Some(types) if schema.get("enum").is_none() => branches.extend(types.iter().map(|kind| {
-                let mut one = schema.clone();
-                one["type"] = kind.clone();
-                one
-            })),
-            _ => branches.push(schema.clone()),
-        }
-    }
-
-    fn branch(&mut self, schema: &Value) -> Result<String, FormatError> {
-        let types = JsonTypes::of_schema(schema, &self.root);
-        let values = schema.get("enum").and_then(Value::as_array).cloned();
-        if let Some(values) = values.or_else(|| schema.get("const").map(|value| vec![value.clone()])) {
-            // The values are written as the model writes them. A value that the parser would read back differently is
-            // left out.
-            let text = |value: &Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
-            let reads_back =
-                |value: &&Value| serde_json::from_str(&types.json(&text(value))).is_ok_and(|v: Value| v == **value);
-            let words: Vec<String> = values.iter().filter(reads_back).map(|value| literal(&text(value))).collect();
-            return Ok(format!("({}) {END}", words.join(" | ")));
-        }
-        if types.only_string() {
-            return self.string(schema);
-        }
-        let name = format!("value_{}_{}", self.index, self.grammar.values.len());
-        let grammar = GrammarWithLexer::from_json_schema(json_schema::extract(schema, &self.root));
-        self.grammar.values.push(GrammarWithLexer { name: Some(name.clone()), ..grammar });
-        Ok(format!("@{name} {END}"))
-    }
-
-    fn string(&mut self, schema: &Value) -> Result<String, FormatError> {
-        let number = |key: &str| schema.get(key).and_then(Value::as_u64);
-        let text = |key: &str| schema.get(key).and_then(Value::as_str);
-        let min = number("minLength").unwrap_or(0);
-        let max = number("maxLength");
-        let at = self.grammar.lark.len();
-        let mut expressions = Vec::new();
-        if let Some(pattern) = text("pattern").map(match_whole) {
-            let regex = RegexAst::Regex(regex_to_lark(&pattern, "dw"));
-            let can_enforce = json_schema::can_enforce(&regex, self.strict.then_some("tool"), ".pattern")?;
-            expressions.extend(can_enforce.then_some(pattern));
-        }
-        expressions.extend(text("format").and_then(string_formats::expression));
-        match (max, expressions.is_empty() && min == 0) {
-            (None, true) => Ok(TEXT.into()),
-            // As in `TEXT`, the first closing tag ends the text. The line feed before the tag may count as one of the
-            // `max` characters.
-            (Some(max), true) => {
-                let name = format!("string_{}_{at}", self.index);
-                let rule = format!("{name}[suffix=\"</parameter>\"]: /(?s:.{{0,{max}}})\\n?/\n");
-                self.grammar.lark += &rule;
-                Ok(format!("{name} \"\\n\""))
-            }
-            // A suffix, as in `TEXT_RULE`, would accept any text before the tag. Here the text must match, so the
-            // expression excludes the tag explicitly.
-            _ => {
-                let name = format!("STRING_{}_{at}", self.index);
-                let max = max.map_or_else(String::new, |max| max.to_string());
-                let mut rule = format!("{name}: (/(?s:.{{{min},{max}}})/");
-                for expression in expressions {
-                    rule += &format!(" & /{}/", regex_to_lark(&expression, "dw"));
-                }
-                rule += &format!(" & ~/(?s:.*)<\\/parameter>(?s:.*)/) {END}\n");
-                self.grammar.lark += &rule;
-                Ok(name)
-            }
+/// The schema of the values that are written as JSON.
+fn json_part(schemas: &[&Value], value: &ValueType, types: &[&str]) -> Value {
+    let selects = |schema: &&Value| {
+        let keywords = ["type", "enum", "const", "$ref", "allOf", "anyOf", "oneOf"];
+        keywords.iter().any(|key| schema.get(key).is_some())
+    };
+    let has_types = !value.has_strings() && schemas.iter().any(selects);
+    match schemas {
+        [schema] if has_types => (*schema).clone(),
+        _ => {
+            let mut all = schemas.iter().map(|schema| (*schema).clone()).collect::<Vec<_>>();
+            all.push(json!({"type": types}));
+            json!({"allOf": all})
         }
     }
 }
 
-fn alternatives(schema: &Value) -> Option<&Vec<Value>> {
-    ["anyOf", "oneOf"].iter().find_map(|key| schema.get(key)?.as_array())
-}
-
-/// Turns `pattern`, which may match anywhere in a text, into an expression that matches the whole text.
-fn match_whole(pattern: &str) -> String {
-    let alternatives = top_level_alternatives(pattern).into_iter().map(|alternative| {
-        let (inner, before) = alternative.strip_prefix('^').map_or((alternative, "(?s:.*)"), |rest| (rest, ""));
-        // A dollar after a backslash is a literal.
-        let end = inner.strip_suffix('$').filter(|rest| !rest.ends_with('\\'));
-        let (inner, after) = end.map_or((inner, "(?s:.*)"), |rest| (rest, ""));
-        format!("{before}(?:{inner}){after}")
-    });
-    alternatives.collect::<Vec<_>>().join("|")
-}
-
-/// Splits an expression at each `|` outside brackets.
-fn top_level_alternatives(pattern: &str) -> Vec<&str> {
-    let mut depth = 0;
-    let mut in_class = false;
-    let mut escaped = false;
-    let mut start = 0;
-    let mut parts = Vec::new();
-    for (at, c) in pattern.char_indices() {
-        match c {
-            _ if escaped => escaped = false,
-            '\\' => escaped = true,
-            ']' => in_class = false,
-            '[' => in_class = true,
-            '(' if !in_class => depth += 1,
-            ')' if !in_class => depth -= 1,
-            '|' if !in_class && depth == 0 => {
-                parts.push(&pattern[start..at]);
-                start = at + 1;
-            }
-            _ => {}
-        }
+fn check_name(name: &str) -> Result<(), FormatError> {
+    if name.trim() != name || name.is_empty() || name.contains(['<', '>', '\n']) {
+        let reason = "a parameter's name must not contain <, > or white space at its ends";
+        return Err(FormatError::new(&format!(".properties.{name}"), reason));
     }
-    parts.push(&pattern[start..]);
-    parts
-}
-
-/// A Lark literal. Lark writes strings as JSON does.
-fn literal(text: &str) -> String {
-    Value::from(text).to_string()
+    Ok(())
 }

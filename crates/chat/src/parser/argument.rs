@@ -43,7 +43,7 @@ impl PendingArgument {
     pub fn push(&mut self, text: &str) -> String {
         let Some(held) = &mut self.held else { return escaped(text) };
         held.push_str(text);
-        if self.types.string_or_null() && !"null".starts_with(held.as_str()) {
+        if self.types.is_string_from(held) {
             let json = format!("\"{}", escaped(held));
             self.held = None;
             return json;

@@ -1,10 +1,9 @@
 //! The names of the tools of a request and of their parameters.
 
-use super::json_types::{JsonTypes, target};
+use super::json_types::JsonTypes;
+use crate::schema::{Document, parameter_sets};
 use serde_json::Value;
-
-/// Maximum number of subschemas that are visited for one tool. A schema may refer to itself.
-const MAX_SUBSCHEMAS: usize = 256;
+use std::collections::BTreeSet;
 
 /// Tool definitions in OpenAI's format.
 pub(super) struct Tools(Vec<Value>);
@@ -29,26 +28,19 @@ impl Tools {
 
     /// Names of the parameters of a tool. Empty if its schema names none.
     pub fn parameters(&self, function: &str) -> Vec<String> {
-        let mut names = Vec::new();
         let function = self.function(function);
-        let schema = function.and_then(|f| f.get("parameters").or_else(|| f.get("input_schema")));
-        if let Some(schema) = schema {
-            collect_names(schema, schema, &mut names, &mut MAX_SUBSCHEMAS.clone());
+        let Some(schema) = function.and_then(|f| f.get("parameters").or_else(|| f.get("input_schema"))) else {
+            return Vec::new();
+        };
+        let mut names = BTreeSet::new();
+        for set in parameter_sets(schema, &Document::new(schema)) {
+            names.extend(set.names().into_iter().map(str::to_owned));
         }
-        names
+        names.into_iter().collect()
     }
 
     fn function(&self, name: &str) -> Option<&Value> {
         let mut functions = self.0.iter().map(|tool| tool.get("function").unwrap_or(tool));
         functions.find(|function| function.get("name").and_then(Value::as_str) == Some(name))
     }
-}
-
-fn collect_names(schema: &Value, root: &Value, names: &mut Vec<String>, left: &mut usize) {
-    let Some(fewer) = left.checked_sub(1) else { return };
-    *left = fewer;
-    let properties = schema.get("properties").and_then(Value::as_object);
-    names.extend(properties.into_iter().flat_map(|properties| properties.keys().cloned()));
-    let parts = ["anyOf", "oneOf", "allOf"].iter().filter_map(|key| schema.get(key)?.as_array()).flatten();
-    parts.chain(target(schema, root)).for_each(|part| collect_names(part, root, names, left));
 }

@@ -1,31 +1,20 @@
 //! The JSON types that a tool's schema allows for a parameter, and the conversion of raw text to these types.
 
-use crate::json_numbers;
+use super::python;
+use crate::{
+    json_numbers,
+    schema::{Document, TypeSet, ValueType, any_value, parameter_sets},
+};
 use serde_json::Value;
 
-/// A set of JSON types.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+/// The types of a parameter.
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct JsonTypes {
-    pub null: bool,
-    pub boolean: bool,
-    pub integer: bool,
-    pub number: bool,
-    pub object: bool,
-    pub array: bool,
-    pub string: bool,
+    string: bool,
+    others: TypeSet,
+    /// Strings that the schema lists. Such a text is a string, whatever else it may be.
+    words: Vec<String>,
 }
-
-const STRING: JsonTypes =
-    JsonTypes { string: true, null: false, boolean: false, integer: false, number: false, object: false, array: false };
-
-/// The part of `root` that the `$ref` of `schema` points to.
-pub fn target<'a>(schema: &Value, root: &'a Value) -> Option<&'a Value> {
-    root.pointer(schema.get("$ref")?.as_str()?.strip_prefix('#')?)
-}
-
-/// Maximum number of subschemas that are visited for one parameter. The maximum is needed because a schema may refer to
-/// itself.
-const MAX_SUBSCHEMAS: usize = 256;
 
 impl JsonTypes {
     /// Types of parameter `name` of the tool `function`. `tools` are tool definitions in OpenAI's format. A string if
@@ -35,128 +24,62 @@ impl JsonTypes {
         let schema = functions
             .filter(|f| f.get("name").and_then(Value::as_str) == Some(function))
             .find_map(|f| f.get("parameters").or_else(|| f.get("input_schema")));
-        let Some(schema) = schema else { return STRING };
-        let mut types = Self::default();
-        let mut left = MAX_SUBSCHEMAS;
-        types.collect_parameter(schema, schema, name, &mut left);
-        let named = schema.get("properties").is_some_and(|properties| properties.get(name).is_some());
-        if let (false, true, Some(others)) = (named, types == Self::default(), schema.get("additionalProperties")) {
-            types.collect(others, schema, &mut left);
-        }
-        if types == Self::default() { STRING } else { types }
+        let value = schema.map_or_else(ValueType::nothing, |schema| {
+            let document = Document::new(schema);
+            any_value(&parameter_sets(schema, &document), name, &document)
+        });
+        Self { string: value.has_strings() || value.is_nothing(), others: value.others, words: value.words }
     }
 
-    /// Adds the types of property `name` of an object, from every part of the schema that mentions it.
-    fn collect_parameter(&mut self, schema: &Value, root: &Value, name: &str, left: &mut usize) {
-        let Some(fewer) = left.checked_sub(1) else { return };
-        *left = fewer;
-        if let Some(property) = schema.get("properties").and_then(|properties| properties.get(name)) {
-            self.collect(property, root, left);
-        }
-        if let Some(target) = target(schema, root) {
-            self.collect_parameter(target, root, name, left);
-        }
-        for part in ["anyOf", "oneOf", "allOf"].iter().filter_map(|key| schema.get(key)?.as_array()).flatten() {
-            self.collect_parameter(part, root, name, left);
-        }
+    pub fn only_string(&self) -> bool {
+        self.string && self.others.is_empty()
     }
 
-    /// Types that `schema` allows. `root` is the schema that contains `schema`. A string if the schema names no type.
-    pub fn of_schema(schema: &Value, root: &Value) -> Self {
-        let mut types = Self::default();
-        let mut left = MAX_SUBSCHEMAS;
-        types.collect(schema, root, &mut left);
-        if types == Self::default() { STRING } else { types }
-    }
-
-    pub fn only_string(self) -> bool {
-        self == STRING
-    }
-
-    pub fn string_or_null(self) -> bool {
-        self == Self { null: true, ..STRING }
-    }
-
-    fn collect(&mut self, schema: &Value, root: &Value, left: &mut usize) {
-        let Some(fewer) = left.checked_sub(1) else { return };
-        *left = fewer;
-        match schema.get("type") {
-            Some(Value::String(name)) => return self.add(name),
-            Some(Value::Array(names)) => return names.iter().filter_map(Value::as_str).for_each(|name| self.add(name)),
-            _ => {}
-        }
-        let before = *self;
-        if let Some(target) = target(schema, root) {
-            self.collect(target, root, left);
-        }
-        for key in ["anyOf", "oneOf", "allOf"] {
-            for schema in schema.get(key).and_then(Value::as_array).into_iter().flatten() {
-                self.collect(schema, root, left);
-            }
-        }
-        let values = schema.get("enum").and_then(Value::as_array).into_iter().flatten();
-        for value in values.chain(schema.get("const")) {
-            match value {
-                Value::Null => self.null = true,
-                Value::Bool(_) => self.boolean = true,
-                Value::Number(_) => self.number = true,
-                Value::String(_) => self.string = true,
-                Value::Array(_) => self.array = true,
-                Value::Object(_) => self.object = true,
-            }
-        }
-        if *self == before {
-            self.object |= schema.get("properties").is_some();
-            self.array |= schema.get("items").is_some() || schema.get("prefixItems").is_some();
-        }
-    }
-
-    fn add(&mut self, name: &str) {
-        match name {
-            "null" => self.null = true,
-            "boolean" => self.boolean = true,
-            "integer" => self.integer = true,
-            "number" => self.number = true,
-            "object" => self.object = true,
-            "array" => self.array = true,
-            _ => self.string = true,
-        }
+    /// True if a text that starts with `start` is a string, however it goes on.
+    pub fn is_string_from(&self, start: &str) -> bool {
+        self.string && TypeSet::NULL.has(self.others) && !["null", "None"].iter().any(|word| word.starts_with(start))
     }
 
     /// Converts a parameter's raw text to JSON.
     ///
     /// Text that parses as an allowed type keeps the model's spelling, such as the digits of a number. Any other text
-    /// is a string. If a string is allowed together with another type, text that parses as the other type has that
-    /// type. Models also write `null` where the schema does not allow it, and, after templates that print Python,
-    /// `True`, `False` and `None`. These words are accepted unless the parameter may be a string.
-    pub fn json(self, text: &str) -> String {
+    /// is a string. If a string is allowed together with another type, a word of an `enum` is a string, and other text
+    /// that parses as the other type has that type. Models also write `null` where the schema does not allow it, and
+    /// values in Python's spelling. Both are accepted unless the parameter may be a string; `None` is also accepted for
+    /// a string that may be null, because templates of models print null so.
+    pub fn json(&self, text: &str) -> String {
         let word = text.trim();
-        if !self.only_string() {
-            let literal = match word {
-                "null" if self.null || !self.string => Some("null"),
-                "None" if !self.string => Some("null"),
-                "true" if self.boolean => Some("true"),
-                "false" if self.boolean => Some("false"),
-                "True" if self.boolean && !self.string => Some("true"),
-                "False" if self.boolean && !self.string => Some("false"),
-                _ => None,
-            };
-            if let Some(literal) = literal {
-                return literal.into();
-            }
-            let fits = match json_numbers::is_integer(word) {
-                Some(integral) => self.number || (self.integer && integral),
-                None => match serde_json::from_str(&json_numbers::quote_huge(word)) {
-                    Ok(Value::Array(_)) => self.array,
-                    Ok(Value::Object(_)) => self.object,
-                    _ => false,
-                },
-            };
-            if fits {
-                return word.into();
-            }
+        if self.only_string() || self.words.iter().any(|known| known == text) {
+            return Value::from(text).to_string();
         }
-        Value::from(text).to_string()
+        let is_boolean = self.others.has_any(TypeSet::BOOLEAN);
+        let literal = match word {
+            "null" | "None" if self.others.has(TypeSet::NULL) || !self.string => Some("null"),
+            "true" if is_boolean => Some("true"),
+            "false" if is_boolean => Some("false"),
+            "True" if is_boolean && !self.string => Some("true"),
+            "False" if is_boolean && !self.string => Some("false"),
+            _ => None,
+        };
+        if let Some(literal) = literal {
+            return literal.into();
+        }
+        if self.fits(word) {
+            return word.into();
+        }
+        let python = if self.string { None } else { python::to_json(word) };
+        python.filter(|json| self.fits(json)).unwrap_or_else(|| Value::from(text).to_string())
+    }
+
+    /// True if `json` is a number, an array or an object of an allowed type.
+    fn fits(&self, json: &str) -> bool {
+        match json_numbers::is_integer(json) {
+            Some(integral) => self.others.has(if integral { TypeSet::INTEGER } else { TypeSet::NUMBER }),
+            None => match serde_json::from_str(&json_numbers::quote_huge(json)) {
+                Ok(value @ (Value::Array(_) | Value::Object(_))) => self.others.has(TypeSet::of(&value)),
+                _ => false,
+            },
+        }
     }
 }
 
@@ -230,7 +153,7 @@ mod tests {
         assert_eq!(read(json!({"items": {}}), "[]"), "[]");
         assert_eq!(read(json!({"$ref": "#/$defs/Loop"}), "1"), "\"1\"");
         assert_eq!(read(json!({}), "1"), "\"1\"");
-        assert_eq!(JsonTypes::of(&[], "f", "p"), STRING);
+        assert!(JsonTypes::of(&[], "f", "p").only_string());
     }
 
     #[test]
@@ -245,5 +168,85 @@ mod tests {
             let tools = [json!({"function": {"name": "f", "parameters": parameters}})];
             assert_eq!(JsonTypes::of(&tools, "f", "p").json("1"), "1", "{parameters}");
         }
+    }
+
+    #[test]
+    fn python_values_are_read_when_json_fails() {
+        for (kind, text, expected) in [
+            ("array", "[{'a': False, 'b': None}]", r#"[{"a": false, "b": null}]"#),
+            ("array", "['it\\'s', \"a\\n\", (1, -2.5,), [],]", r#"["it's", "a\n", [1, -2.5], []]"#),
+            ("array", "('a', True)", r#"["a", true]"#),
+            ("array", "['\\x41\\u00e9', 'C:\\d']", r#"["Aé", "C:\\d"]"#),
+            ("object", "{'a': {'b': [null, true]}, 1: 2}", r#"{"a": {"b": [null, true]}, "1": 2}"#),
+            ("object", "{\"a\": True}", r#"{"a": true}"#),
+            ("object", "{'a': 12345678901234567890123}", r#"{"a": 12345678901234567890123}"#),
+            ("integer", "1_000", "1000"),
+            ("number", "+.5", "0.5"),
+            ("number", "5.", "5.0"),
+        ] {
+            assert_eq!(read(json!({"type": kind}), text), expected, "{kind} {text:?}");
+        }
+        for (kind, text) in [
+            ("array", "[1, 2"),
+            ("array", "[f(1)]"),
+            ("array", "['a' 'b']"),
+            ("object", "{'a'}"),
+            ("object", "{'a': 1} x"),
+            ("object", "[1]"),
+            ("integer", "0x1g"),
+            ("integer", "1__0"),
+        ] {
+            assert_eq!(read(json!({"type": kind}), text), Value::from(text).to_string(), "{kind} {text:?}");
+        }
+        let deep = format!("{}{}", "[".repeat(5000), "]".repeat(5000));
+        assert_eq!(read(json!({"type": "array"}), &deep), Value::from(deep).to_string());
+        // If a string is allowed, only JSON has another type.
+        assert_eq!(read(json!({"type": ["string", "array"]}), "['a']"), "\"['a']\"");
+        assert_eq!(read(json!({"type": ["string", "array"]}), "[1]"), "[1]");
+    }
+
+    #[test]
+    fn null_is_read_where_it_is_allowed() {
+        for schema in [
+            json!({"type": "string", "nullable": true}),
+            json!({"type": ["string", "null"]}),
+            json!({"anyOf": [{"type": "string"}, {"type": "null"}]}),
+            json!({"allOf": [{"type": "string", "maxLength": 9}], "nullable": true}),
+            json!({"enum": ["a", "b"], "nullable": true}),
+            json!({"type": "integer", "nullable": true}),
+        ] {
+            assert_eq!(read(schema.clone(), "null"), "null", "{schema}");
+            assert_eq!(read(schema.clone(), "None"), "null", "{schema}");
+        }
+        assert_eq!(read(json!({"type": "string", "nullable": false}), "null"), "\"null\"");
+        assert_eq!(read(json!({"type": "string"}), "None"), "\"None\"");
+    }
+
+    #[test]
+    fn words_of_enum_are_strings() {
+        assert_eq!(read(json!({"type": ["string", "integer"], "enum": ["7"]}), "7"), "\"7\"");
+        assert_eq!(read(json!({"enum": ["7", 8]}), "7"), "\"7\"");
+        assert_eq!(read(json!({"enum": ["7", 8]}), "8"), "8");
+        assert_eq!(read(json!({"type": ["string", "null"], "const": "null"}), "null"), "\"null\"");
+        assert_eq!(read(json!({"anyOf": [{"enum": ["true"]}, {"type": "boolean"}]}), "true"), "\"true\"");
+        let limited = json!({"anyOf": [{"enum": ["7", "x"], "pattern": "^x"}, {"type": "integer"}]});
+        assert_eq!(read(limited, "7"), "7");
+    }
+
+    #[test]
+    fn references_of_libraries_are_followed() {
+        let parameters = json!({"$id": "https://example.com/f", "$ref": "#/$defs/Args", "$defs": {
+            "Args": {"type": "object", "properties": {
+                "a": {"$ref": "#/$defs/P%3Cs%3E"}, "b": {"$ref": "#n"}, "c": {"$ref": "https://example.com/f#/$defs/N"},
+                "d": {"$ref": "#/$defs/Args/properties/%61"}, "e": {"allOf": [{"$ref": "#n"}], "description": "e"},
+                "f": {"$ref": "#/$defs/none"}
+            }},
+            "P<s>": {"type": "integer"}, "N": {"$anchor": "n", "type": "integer"}
+        }});
+        let tools = [json!({"function": {"name": "f", "parameters": parameters}})];
+        for name in ["a", "b", "c", "d", "e"] {
+            assert_eq!(JsonTypes::of(&tools, "f", name).json("5"), "5", "{name}");
+        }
+        assert_eq!(JsonTypes::of(&tools, "f", "f").json("5"), "\"5\"");
     }
 }

@@ -1,0 +1,220 @@
+//! Strings as raw text between the tags of a call.
+//!
+//! A text has no tag of a call, and no text that the parser reads as another type of the parameter. If a string may also
+//! be a list, for example, it does not start with a bracket. Texts, words, `true`, `false`, `null` and numbers of one
+//! parameter are one terminal: llguidance's lexer follows a terminal as long as any text of it may go on.
+
+use super::{format::FormatError, json_schema, string_formats};
+use crate::schema::{OpenNames, TextLimits, TypeSet, ValueType};
+use llguidance::{
+    derivre::{RegexAst, RegexBuilder},
+    regex_to_lark,
+};
+use serde_json::Value;
+
+/// The closing tag of a value, in Lark.
+pub const END: &str = r#""\n</parameter>\n""#;
+
+/// Lark expression for any text up to the closing tag, with that tag.
+const TEXT: &str = "text \"\\n\"";
+/// The rule that `TEXT` refers to.
+pub const TEXT_RULE: &str =
+    r#"text[suffix="</parameter>"]: /(?s:.*)/ & ~/(?s:.*)(<\/function>|<\/tool_call>|<parameter=|<function=)(?s:.*)/"#;
+
+/// Tags that end a value, and tags that start another parameter or call.
+const TAGS: [&str; 5] = ["</parameter>", "</function>", "</tool_call>", "<parameter=", "<function="];
+
+/// Expression of a text with a tag in it.
+const WITH_TAG: &str = r"(?s:.*)(<\/parameter>|<\/function>|<\/tool_call>|<parameter=|<function=)(?s:.*)";
+
+/// Maximum number of steps to find out whether an expression matches any text.
+const MAX_EMPTINESS_FUEL: u64 = 10_000;
+
+/// The alternatives for the raw text of a parameter.
+#[derive(Default)]
+pub struct RawText {
+    /// Lark rules that the alternatives refer to.
+    pub rules: String,
+    /// Lark expressions, each with the closing tag.
+    pub alternatives: Vec<String>,
+}
+
+impl RawText {
+    /// Writes the alternatives for the strings of `value`, and for values of other types that are written next to
+    /// strings. `misread` has the types that strings must not look like. `prefix` makes the names of rules unique.
+    pub fn of(value: &ValueType, misread: TypeSet, prefix: &str, strict: bool) -> Result<Self, FormatError> {
+        let mut raw = Self::default();
+        let excluded = misread_texts(misread);
+        if !value.has_strings() {
+            return Ok(raw);
+        }
+        if excluded.is_empty() && value.texts.iter().any(TextLimits::is_unlimited) {
+            raw.alternatives.push(TEXT.into());
+            return Ok(raw);
+        }
+        let mut choices = literals(value, strict)?;
+        for (at, text) in value.texts.iter().enumerate() {
+            let only_max = TextLimits { max: text.max, ..TextLimits::default() };
+            match text.max {
+                Some(max) if *text == only_max && excluded.is_empty() => {
+                    raw.add_short_text(&format!("{prefix}_{at}"), max)
+                }
+                _ => choices.extend(expression(text, &excluded, strict)?),
+            }
+        }
+        if value.texts.is_empty() {
+            raw.alternatives.extend((!choices.is_empty()).then(|| format!("({}) {END}", choices.join(" | "))));
+            return Ok(raw);
+        }
+        choices.extend(if misread.has(TypeSet::NUMBER) { None } else { number(value.others) });
+        if !choices.is_empty() {
+            raw.rules += &format!("STRING_{prefix}: ({}) {END}\n", choices.join(" | "));
+            raw.alternatives.push(format!("STRING_{prefix}"));
+        }
+        Ok(raw)
+    }
+
+    /// Adds a text of at most `max` characters. As in `TEXT`, the first closing tag ends the text. The line feed before
+    /// the tag may count as one of the characters.
+    fn add_short_text(&mut self, name: &str, max: u64) {
+        let text = format!("/(?s:.{{0,{max}}})\\n?/");
+        self.rules += &format!("string_{name}[suffix=\"</parameter>\"]: {text}\n");
+        self.alternatives.push(format!("string_{name} \"\\n\""));
+    }
+}
+
+/// The words of an `enum`, `null` and the booleans.
+fn literals(value: &ValueType, strict: bool) -> Result<Vec<String>, FormatError> {
+    let has_tag = |word: &&String| TAGS.iter().any(|tag| word.contains(tag));
+    let words: Vec<&String> = value.words.iter().filter(|word| !has_tag(word)).collect();
+    let are_all_lost = words.is_empty() && value.texts.is_empty();
+    if words.len() < value.words.len() && (strict || are_all_lost) {
+        let reason = "`enum` or `const` has a word with a tag of a tool call, which cannot be an argument of a call";
+        return Err(FormatError::new("", reason));
+    }
+    let others = [("null", TypeSet::NULL), ("true", TypeSet::TRUE), ("false", TypeSet::FALSE)];
+    let others = others.into_iter().filter(|(_, types)| value.others.has(*types)).map(|(word, _)| literal(word));
+    Ok(words.into_iter().map(|word| literal(word)).chain(others).collect())
+}
+
+/// Expressions of the texts that the parser reads as another type.
+fn misread_texts(misread: TypeSet) -> Vec<&'static str> {
+    let texts = [
+        (TypeSet::NULL, r"\s*(null|None)\s*"),
+        (TypeSet::BOOLEAN, r"\s*(true|false)\s*"),
+        // Only the first character tells a text from a value that is JSON.
+        (TypeSet::NUMBER, r"\s*-?[0-9](?s:.*)"),
+        (TypeSet::ARRAY, r"\s*\[(?s:.*)"),
+        (TypeSet::OBJECT, r"\s*\{(?s:.*)"),
+    ];
+    texts.into_iter().filter(|(types, _)| misread.has(*types)).map(|(_, text)| text).collect()
+}
+
+/// Expression of a number without limits.
+fn number(others: TypeSet) -> Option<String> {
+    let digits = "-?(0|[1-9][0-9]{0,17})";
+    let fraction = if others.has(TypeSet::NUMBER) { r"(\.[0-9]{1,17})?([eE][+-]?[0-9]{1,2})?" } else { "" };
+    others.has(TypeSet::INTEGER).then(|| format!("/{digits}{fraction}/"))
+}
+
+/// Expression of the texts that keep their limits and that are none of `excluded`. `None` if there is no such text.
+fn expression(text: &TextLimits, excluded: &[&str], strict: bool) -> Result<Option<String>, FormatError> {
+    let max = text.max.map_or_else(String::new, |max| max.to_string());
+    let lengths = if (text.min, text.max) == (0, None) { "*".into() } else { format!("{{{},{max}}}", text.min) };
+    let mut included = Vec::new();
+    for pattern in &text.patterns {
+        included.extend(whole_match(pattern, strict, ".pattern")?);
+    }
+    let formats = text.formats.iter().filter_map(|format| string_formats::expression(format));
+    included.extend(formats.map(|format| regex_to_lark(&format, "dw")));
+    let can_be_empty = !included.is_empty();
+    included.push(format!("(?s:.{lengths})"));
+    // The text must match up to the tag that ends it. A suffix, as in `TEXT_RULE`, would accept any text before the tag.
+    let excluded: Vec<&str> = excluded.iter().copied().chain([WITH_TAG]).collect();
+    if can_be_empty && is_empty(&included, &excluded) {
+        return Ok(None);
+    }
+    let included = included.iter().map(|expression| format!("/{expression}/"));
+    let excluded = excluded.iter().map(|expression| format!("~/{expression}/"));
+    Ok(Some(format!("({})", included.chain(excluded).collect::<Vec<_>>().join(" & "))))
+}
+
+/// True if it is known that no text matches all of `included` and none of `excluded`.
+fn is_empty(included: &[String], excluded: &[&str]) -> bool {
+    let included = included.iter().map(|expression| RegexAst::Regex(expression.clone()));
+    let excluded = excluded.iter().map(|expression| RegexAst::Not(Box::new(RegexAst::Regex((*expression).into()))));
+    let mut builder = RegexBuilder::new();
+    let built = builder.mk(&RegexAst::And(included.chain(excluded).collect()));
+    let regex = built.and_then(|all| builder.to_regex_limited(all, MAX_EMPTINESS_FUEL));
+    regex.is_ok_and(|mut regex| regex.always_empty())
+}
+
+/// Expression of names that the schema does not list. `None` if their pattern cannot be enforced.
+pub fn name_expression(names: &OpenNames<'_>, listed: &[&str], strict: bool) -> Result<Option<String>, FormatError> {
+    let mut all = Vec::new();
+    match names.pattern {
+        None => all.push("/[A-Za-z0-9_.-]{1,64}/".to_owned()),
+        Some(pattern) => {
+            let Some(pattern) = whole_match(pattern, strict, ".patternProperties")? else { return Ok(None) };
+            all.extend([r"/[^<>\s]([^<>\n]{0,62}[^<>\s])?/".to_owned(), format!("/{pattern}/")]);
+        }
+    }
+    for other in &names.other_patterns {
+        all.extend(whole_match(other, strict, ".patternProperties")?.map(|other| format!("~/{other}/")));
+    }
+    if !listed.is_empty() {
+        let listed: Vec<String> = listed.iter().map(|name| literal(name)).collect();
+        all.push(format!("~({})", listed.join(" | ")));
+    }
+    Ok(Some(format!("({})", all.join(" & "))))
+}
+
+/// Expression of the whole texts in which `pattern` matches somewhere. `None` if it cannot be enforced.
+fn whole_match(pattern: &str, strict: bool, path: &str) -> Result<Option<String>, FormatError> {
+    let pattern = regex_to_lark(&match_whole(pattern), "dw");
+    let expression = RegexAst::Regex(pattern.clone());
+    Ok(json_schema::can_enforce(&expression, strict.then_some("tool"), path)?.then_some(pattern))
+}
+
+/// Turns `pattern`, which may match anywhere in a text, into an expression that matches the whole text.
+fn match_whole(pattern: &str) -> String {
+    let alternatives = top_level_alternatives(pattern).into_iter().map(|alternative| {
+        let (inner, before) = alternative.strip_prefix('^').map_or((alternative, "(?s:.*)"), |rest| (rest, ""));
+        // A dollar after a backslash is a literal.
+        let end = inner.strip_suffix('$').filter(|rest| !rest.ends_with('\\'));
+        let (inner, after) = end.map_or((inner, "(?s:.*)"), |rest| (rest, ""));
+        format!("{before}(?:{inner}){after}")
+    });
+    alternatives.collect::<Vec<_>>().join("|")
+}
+
+/// Splits an expression at each `|` outside brackets.
+fn top_level_alternatives(pattern: &str) -> Vec<&str> {
+    let mut depth = 0;
+    let mut in_class = false;
+    let mut escaped = false;
+    let mut start = 0;
+    let mut parts = Vec::new();
+    for (at, c) in pattern.char_indices() {
+        match c {
+            _ if escaped => escaped = false,
+            '\\' => escaped = true,
+            ']' => in_class = false,
+            '[' => in_class = true,
+            '(' if !in_class => depth += 1,
+            ')' if !in_class => depth -= 1,
+            '|' if !in_class && depth == 0 => {
+                parts.push(&pattern[start..at]);
+                start = at + 1;
+            }
+            _ => {}
+        }
+    }
+    parts.push(&pattern[start..]);
+    parts
+}
+
+/// A Lark literal. Lark writes strings as JSON does.
+pub fn literal(text: &str) -> String {
+    Value::from(text).to_string()
+}

@@ -1,0 +1,55 @@
+//! Types of JSON values other than strings.
+
+use serde_json::Value;
+
+/// A set of types other than strings.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct TypeSet(u8);
+
+impl TypeSet {
+    pub const NULL: Self = Self(1);
+    pub const TRUE: Self = Self(1 << 1);
+    pub const FALSE: Self = Self(1 << 2);
+    pub const BOOLEAN: Self = Self::TRUE.or(Self::FALSE);
+    pub const INTEGER: Self = Self(1 << 3);
+    /// Integers and other numbers.
+    pub const NUMBER: Self = Self::INTEGER.or(Self(1 << 4));
+    pub const ARRAY: Self = Self(1 << 5);
+    pub const OBJECT: Self = Self(1 << 6);
+    pub const ALL: Self = Self((1 << 7) - 1);
+
+    /// The types of a value. Empty for a string. A whole number may be an integer or not.
+    pub fn of(value: &Value) -> Self {
+        match value {
+            Value::Null => Self::NULL,
+            Value::Bool(true) => Self::TRUE,
+            Value::Bool(false) => Self::FALSE,
+            Value::Number(_) => Self::NUMBER,
+            Value::String(_) => Self::default(),
+            Value::Array(_) => Self::ARRAY,
+            Value::Object(_) => Self::OBJECT,
+        }
+    }
+
+    pub const fn and(self, other: Self) -> Self {
+        Self(self.0 & other.0)
+    }
+
+    pub const fn or(self, other: Self) -> Self {
+        Self(self.0 | other.0)
+    }
+
+    /// True if the set has all of `types`.
+    pub fn has(self, types: Self) -> bool {
+        self.and(types) == types
+    }
+
+    /// True if the set has one of `types`.
+    pub fn has_any(self, types: Self) -> bool {
+        !self.and(types).is_empty()
+    }
+
+    pub fn is_empty(self) -> bool {
+        self == Self::default()
+    }
+}

@@ -1,0 +1,226 @@
+//! The values that a schema allows, as far as their text between the tags of a call depends on it.
+
+use super::{document::Document, text_limits::TextLimits, type_set::TypeSet};
+use serde_json::{Map, Value};
+use std::collections::HashSet;
+
+/// Maximum number of parts of a schema that are read for one value. References that branch could give exponentially
+/// many parts.
+const MAX_PARTS: usize = 20_000;
+/// Maximum number of references and parts inside of each other that are read for one value.
+const MAX_DEPTH: usize = 128;
+/// Maximum number of alternatives with different limits of strings.
+const MAX_TEXTS: usize = 64;
+
+/// The values that a schema allows.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ValueType {
+    /// Strings of an `enum` or `const`.
+    pub words: Vec<String>,
+    /// Alternatives for any other string. Empty if no other string is allowed.
+    pub texts: Vec<TextLimits>,
+    /// Types other than strings.
+    pub others: TypeSet,
+    /// False if the schema has too many parts, so that some of them were not read.
+    pub is_complete: bool,
+    /// True if not every number of the allowed types is allowed.
+    has_number_limits: bool,
+    /// True if a keyword selects the types.
+    is_typed: bool,
+}
+
+impl ValueType {
+    /// The values that all `schemas` allow. If they name no type, the value is a string.
+    pub fn of(schemas: &[&Value], document: &Document<'_>) -> Self {
+        let mut reader = TypeReader { document, parts_left: MAX_PARTS };
+        let mut all = schemas.iter().fold(Self::any(), |all, schema| all.and(&reader.value(schema, 0)));
+        all.is_complete &= reader.parts_left > 0;
+        if !all.is_typed {
+            all.others = TypeSet::default();
+        }
+        all
+    }
+
+    /// The types of texts that the parser, which reads the types of `read`, may read as values that are not allowed.
+    pub fn misread(&self, read: &Self) -> TypeSet {
+        let allows =
+            |types: TypeSet| self.others.has(types) && !(types.has(TypeSet::INTEGER) && self.has_number_limits);
+        let kinds = [
+            (TypeSet::NULL, TypeSet::NULL),
+            (TypeSet::BOOLEAN, TypeSet::BOOLEAN),
+            (TypeSet::NUMBER, TypeSet::NUMBER.and(read.others)),
+        ];
+        let misread = kinds.into_iter().filter(|(kind, types)| read.others.has_any(*kind) && !allows(*types));
+        misread.fold(read.others.and(TypeSet::ARRAY.or(TypeSet::OBJECT)), |all, (kind, _)| all.or(kind))
+    }
+
+    fn any() -> Self {
+        let texts = vec![TextLimits::default()];
+        Self { texts, is_typed: false, ..Self::of_types(TypeSet::ALL) }
+    }
+
+    pub fn nothing() -> Self {
+        Self::of_types(TypeSet::default())
+    }
+
+    fn of_types(others: TypeSet) -> Self {
+        Self {
+            words: Vec::new(),
+            texts: Vec::new(),
+            others,
+            is_complete: true,
+            has_number_limits: false,
+            is_typed: true,
+        }
+    }
+
+    pub fn is_nothing(&self) -> bool {
+        !self.has_strings() && self.others.is_empty()
+    }
+
+    pub fn has_strings(&self) -> bool {
+        !self.words.is_empty() || !self.texts.is_empty()
+    }
+
+    /// The values that both allow.
+    fn and(&self, other: &Self) -> Self {
+        let mut words = self.words_allowed_by(other);
+        words.extend(other.words_allowed_by(self));
+        let mut texts = Vec::new();
+        let pairs = self.texts.iter().flat_map(|ours| other.texts.iter().map(move |theirs| ours.and(theirs)));
+        pairs.take(MAX_TEXTS + 1).for_each(|text| add_text(&mut texts, text));
+        Self {
+            words,
+            is_complete: self.is_complete && other.is_complete && self.texts.len() * other.texts.len() <= MAX_TEXTS,
+            texts,
+            others: self.others.and(other.others),
+            has_number_limits: self.has_number_limits || other.has_number_limits,
+            is_typed: self.is_typed || other.is_typed,
+        }
+    }
+
+    fn words_allowed_by(&self, other: &Self) -> Vec<String> {
+        let texts: Vec<_> =
+            if self.words.is_empty() { Vec::new() } else { other.texts.iter().map(TextLimits::matcher).collect() };
+        let known: HashSet<&String> = other.words.iter().collect();
+        let is_allowed = |word: &&String| texts.iter().any(|matches| matches(word)) || known.contains(word);
+        self.words.iter().filter(is_allowed).cloned().collect()
+    }
+
+    /// The values that one of both allows.
+    pub fn or(mut self, other: Self) -> Self {
+        self.words.extend(other.words);
+        other.texts.into_iter().for_each(|text| add_text(&mut self.texts, text));
+        self.others = self.others.or(other.others);
+        self.has_number_limits |= other.has_number_limits;
+        self.is_complete &= other.is_complete;
+        self.is_typed &= other.is_typed;
+        self
+    }
+}
+
+/// Adds an alternative, unless another one includes it.
+fn add_text(texts: &mut Vec<TextLimits>, text: TextLimits) {
+    if text.is_unlimited() {
+        *texts = vec![text];
+    } else if !texts.contains(&text) && !texts.iter().any(TextLimits::is_unlimited) {
+        texts.push(text);
+    }
+}
+
+struct TypeReader<'d, 'a> {
+    document: &'d Document<'a>,
+    parts_left: usize,
+}
+
+impl TypeReader<'_, '_> {
+    fn value(&mut self, schema: &Value, depth: usize) -> ValueType {
+        self.parts_left = self.parts_left.saturating_sub(1);
+        let fields = match schema {
+            _ if self.parts_left == 0 || depth > MAX_DEPTH => return ValueType::any(),
+            Value::Bool(false) => return ValueType::nothing(),
+            Value::Object(fields) => fields,
+            _ => return ValueType::any(),
+        };
+        let parts = |key: &str| fields.get(key).and_then(Value::as_array);
+        let mut all = own_type(fields);
+        if let Some(target) = self.document.target(schema) {
+            all = all.and(&self.value(target, depth + 1));
+        }
+        for part in parts("allOf").into_iter().flatten() {
+            all = all.and(&self.value(part, depth + 1));
+        }
+        for choices in ["anyOf", "oneOf"].into_iter().filter_map(parts) {
+            let mut values = choices.iter().map(|choice| self.value(choice, depth + 1));
+            let first = values.next().unwrap_or_else(ValueType::nothing);
+            let any = values.fold(first, ValueType::or);
+            all = all.and(&any);
+        }
+        // OpenAPI 3.0 writes a type that may be null in this way.
+        if fields.get("nullable") == Some(&Value::Bool(true)) {
+            all.others = all.others.or(TypeSet::NULL);
+        }
+        all
+    }
+}
+
+/// The values that the keywords of one schema allow, without references and combined schemas.
+fn own_type(fields: &Map<String, Value>) -> ValueType {
+    let mut own = match fields.get("type") {
+        Some(Value::Array(names)) => {
+            let types = names.iter().filter_map(Value::as_str).map(named_type);
+            types.fold(ValueType::nothing(), ValueType::or)
+        }
+        Some(Value::String(name)) => named_type(name),
+        _ => ValueType::any(),
+    };
+    for constants in
+        [fields.get("enum").and_then(Value::as_array).cloned(), fields.get("const").map(|one| vec![one.clone()])]
+    {
+        if let Some(constants) = constants {
+            let all = constants.into_iter().map(constant).fold(ValueType::nothing(), ValueType::or);
+            own = own.and(&all);
+        }
+    }
+    let limits = TextLimits::of(fields);
+    let keeps_limits = limits.matcher();
+    own.words.retain(|word| keeps_limits(word));
+    own.texts.iter_mut().for_each(|text| *text = text.and(&limits));
+    // `json_schema::prepare` bounds every integer by 10^18.
+    let is_limit = |(key, limit): (&str, &Value)| match key {
+        "minimum" => limit.as_f64().is_none_or(|min| min > -1e18),
+        "maximum" => limit.as_f64().is_none_or(|max| max < 1e18),
+        "exclusiveMinimum" | "exclusiveMaximum" | "multipleOf" => true,
+        _ => false,
+    };
+    own.has_number_limits |= fields.iter().any(|(key, limit)| is_limit((key, limit)));
+    let selects = ["type", "enum", "const", "$ref", "allOf", "anyOf", "oneOf"];
+    if !selects.iter().any(|key| fields.contains_key(*key)) {
+        if fields.contains_key("properties") {
+            return ValueType::of_types(TypeSet::OBJECT);
+        }
+        if fields.contains_key("items") || fields.contains_key("prefixItems") {
+            return ValueType::of_types(TypeSet::ARRAY);
+        }
+    }
+    own
+}
+
+fn named_type(name: &str) -> ValueType {
+    ValueType::of_types(match name {
+        "null" => TypeSet::NULL,
+        "boolean" => TypeSet::BOOLEAN,
+        "integer" => TypeSet::INTEGER,
+        "number" => TypeSet::NUMBER,
+        "object" => TypeSet::OBJECT,
+        "array" => TypeSet::ARRAY,
+        _ => return ValueType { texts: vec![TextLimits::default()], ..ValueType::nothing() },
+    })
+}
+
+fn constant(value: Value) -> ValueType {
+    if let Value::String(word) = value {
+        return ValueType { words: vec![word], ..ValueType::nothing() };
+    }
+    ValueType { has_number_limits: value.is_number(), ..ValueType::of_types(TypeSet::of(&value)) }
+}
