@@ -174,13 +174,10 @@ fn own_type(fields: &Map<String, Value>) -> ValueType {
         Some(Value::String(name)) => named_type(name),
         _ => ValueType::any(),
     };
-    for constants in
-        [fields.get("enum").and_then(Value::as_array).cloned(), fields.get("const").map(|one| vec![one.clone()])]
-    {
-        if let Some(constants) = constants {
-            let all = constants.into_iter().map(constant).fold(ValueType::nothing(), ValueType::or);
-            own = own.and(&all);
-        }
+    let words = fields.get("enum").and_then(Value::as_array).cloned();
+    for constants in words.into_iter().chain(fields.get("const").map(|one| vec![one.clone()])) {
+        let all = constants.into_iter().map(constant).fold(ValueType::nothing(), ValueType::or);
+        own = own.and(&all);
     }
     let limits = TextLimits::of(fields);
     let keeps_limits = limits.matcher();
