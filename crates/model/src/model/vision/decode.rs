@@ -142,6 +142,7 @@ fn open(encoded: &[u8]) -> Result<(Box<dyn ImageDecoder + '_>, ImageFormat), Ima
         }
         ImageFormat::Gif => Box::new(GifDecoder::new(PixelBlocks::of_gif(encoded)).map_err(damaged)?),
         ImageFormat::Jpeg if jpeg_segments(encoded) > MAX_JPEG_SEGMENTS => return refuse("it has too much metadata"),
+        ImageFormat::Jpeg if !has_jpeg_end(encoded) => return refuse("the file ends before the image"),
         ImageFormat::Jpeg => Box::new(JpegDecoder::new(Cursor::new(encoded)).map_err(damaged)?),
         ImageFormat::WebP if !has_whole_chunks(encoded) => return refuse("a chunk ends after the file"),
         ImageFormat::WebP => Box::new(WebPDecoder::new(Cursor::new(encoded)).map_err(damaged)?),
@@ -154,6 +155,26 @@ fn open(encoded: &[u8]) -> Result<(Box<dyn ImageDecoder + '_>, ImageFormat), Ima
 /// has these two bytes by chance, about 700 times in a file of the maximum size.
 fn jpeg_segments(encoded: &[u8]) -> usize {
     encoded.windows(2).filter(|pair| pair[0] == 0xff && matches!(pair[1], 0xe1 | 0xe2)).count()
+}
+
+/// True if a JPEG file has its end marker. The decoder fills the rest of a file that was cut with grey.
+fn has_jpeg_end(jpeg: &[u8]) -> bool {
+    let mut rest = jpeg;
+    // A zero follows a byte of compressed data that looks like the start of a marker.
+    while let Some(start) = rest.windows(2).position(|pair| pair[0] == 0xff && !matches!(pair[1], 0 | 0xff)) {
+        let marker = rest[start + 1];
+        rest = &rest[start + 2..];
+        match marker {
+            0xd9 => return true,
+            // These markers have no content: start, restart, and a marker of arithmetic coding.
+            0x01 | 0xd0..=0xd8 => {}
+            _ => match rest.split_first_chunk() {
+                Some((length, _)) => rest = rest.get(usize::from(u16::from_be_bytes(*length))..).unwrap_or_default(),
+                None => return false,
+            },
+        }
+    }
+    false
 }
 
 /// True if every chunk of a WebP file ends within the file. The decoder allocates the size that a metadata chunk
@@ -288,6 +309,31 @@ mod tests {
             let error = decode(&bytes).unwrap_err().to_string();
             assert!(error.contains(word), "{error}");
         }
+    }
+
+    #[test]
+    fn cut_files_are_refused() {
+        let dir = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/fixtures/pictures");
+        let mut formats = std::collections::BTreeSet::new();
+        for entry in std::fs::read_dir(dir).unwrap() {
+            let path = entry.unwrap().path();
+            let is_animated = path.file_name().unwrap().to_str().unwrap().starts_with("animated");
+            if is_animated || !path.with_added_extension("rgb").exists() {
+                continue;
+            }
+            let whole = std::fs::read(&path).unwrap();
+            // The last bytes of other formats have no pixels.
+            let most = if path.extension().is_some_and(|extension| extension == "jpg") { 98 } else { 80 };
+            for percent in [most, 70, 30, 5] {
+                let cut = &whole[..whole.len() * percent / 100];
+                assert!(decode(cut).is_err(), "{path:?} cut to {percent} %");
+            }
+            formats.insert(path.extension().unwrap().to_owned());
+        }
+        assert!(formats.len() > 3, "{formats:?}");
+        let jpeg = file("noise.jpg");
+        assert!(decode(&jpeg[..jpeg.len() - 2]).is_err(), "without the end marker");
+        decode(&[&jpeg, &b"trailing bytes"[..]].concat()).unwrap();
     }
 
     #[test]
