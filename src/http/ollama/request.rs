@@ -4,7 +4,8 @@ use crate::http::{
     ApiError,
     openai::{CommonFields, CompletionPrompt, TextOrIds},
     request::{
-        ChatPrompt, GenerationRequest, ImagePart, PromptInput, RequestedFormat, Thinking, body, fields, messages,
+        ChatPrompt, GenerationRequest, ImagePart, PromptInput, RequestedFormat, Thinking, body, field_check, fields,
+        messages,
         response_format::FormatField,
         sampling_params as params, thinking,
         tools::{self, ToolChoice},
@@ -66,7 +67,7 @@ impl OllamaCommon {
 
     fn common_fields(&self) -> Result<CommonFields, ApiError> {
         let mut options = self.options.clone().unwrap_or_default();
-        fields::keep_known(&mut options, fields::OLLAMA_OPTIONS, OPTIONS)?;
+        field_check::keep_known(&mut options, fields::OLLAMA_OPTIONS, OPTIONS)?;
         body::make_integers(&mut options);
         let options = Value::from(options);
         let OllamaLimit { num_predict } = body::typed_at(OPTIONS, &options)?;

@@ -82,6 +82,8 @@ pub struct ChatRequest {
     pub guided_regex: Option<Value>,
     /// vLLM's older field for a list of possible answers.
     pub guided_choice: Option<Value>,
+    /// SGLang's field for a regular expression of the answer.
+    pub regex: Option<Value>,
     /// llama-server's field for a JSON schema of the answer.
     pub json_schema: Option<Value>,
 }

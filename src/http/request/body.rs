@@ -3,7 +3,7 @@
 use crate::http::{
     ApiError, ServerState,
     layers::{MemoryPermit, memory},
-    request::{FieldTable, fields},
+    request::{FieldTable, field_check},
 };
 use axum::body::{Body, HttpBody};
 use serde::de::{DeserializeOwned, Deserializer};
@@ -112,7 +112,7 @@ where
 fn checked(bytes: &[u8], known: FieldTable) -> Result<Value, ApiError> {
     let mut object = object(bytes)?;
     if let Value::Object(fields) = &mut object {
-        fields::keep_known(fields, known, "")?;
+        field_check::keep_known(fields, known, "")?;
         make_integers(fields);
     }
     Ok(object)
@@ -201,6 +201,7 @@ mod tests {
     use crate::http::{
         layers::memory::RequestMemory,
         openai::types::{ChatRequest, CommonFields, CompletionRequest},
+        request::fields,
     };
     use moestro_base::metrics::Metrics;
     use std::sync::{

@@ -1,18 +1,9 @@
 //! Field table: every request field that clients are known to send, and whether it is supported, ignored or rejected.
 //!
-//! `docs/fields.md` and `/openapi.json` are generated from this table. An unknown field is ignored and logged, with two
-//! exceptions. It is an error if its name is close to the name of a field that changes the answer, or if another server
-//! has a field of this name that changes the answer.
+//! `docs/fields.md` and `/openapi.json` are generated from this table. See [`field_check`](super::field_check) for fields
+//! that are not in it.
 
-use crate::http::ApiError;
 use Handling::{Ignored, Metadata, Rejected, Supported};
-use serde_json::{Map, Value};
-use strsim::osa_distance;
-
-/// Maximum number of unknown fields that one log line names.
-const LOGGED_NAMES: usize = 8;
-/// Maximum number of characters of an unknown field's name in the log.
-const LOGGED_CHARS: usize = 40;
 
 /// OpenAI's limits for `metadata`: number of pairs, characters of a key, characters of a value.
 pub const METADATA_LIMITS: (usize, usize, usize) = (16, 64, 512);
@@ -93,6 +84,7 @@ const NO_BILLING: &str = "there is one user and one service tier";
 const TURNS: &str = "it only orders the queue: users take turns";
 const NOT_STORED: &str = "nothing is stored";
 const ALWAYS_CACHED: &str = "prompts are always cached";
+const NO_CACHE: &str = "`false` neither reads nor writes the prompt cache";
 const CACHE_SALT: &str = "from vLLM: requests with different salts share no cached state of prompts";
 const GUIDED: &str = "vLLM's older name";
 const SAME_BUDGET: &str = "the same as `thinking_budget`";
@@ -102,6 +94,8 @@ const SAMPLING: &str = "use temperature, top_p, top_k, min_p and the penalties."
 pub const LARK_ONLY: &str = "send the grammar in Lark, as `response_format` with {\"type\": \"lark\", \"lark\": TEXT}.";
 const CHAT_ONLY: &str = "use /v1/chat/completions.";
 const CHOICES: &str = "every choice is sampled once; none is selected from several.";
+const NOT_MODERATED: &str = "this server has no moderation.";
+const NOT_EDITED: &str = "the conversation is never edited";
 
 /// Fields of chat completions and completions.
 const GENERATION_FIELDS: &[Field] = &[
@@ -121,7 +115,7 @@ const GENERATION_FIELDS: &[Field] = &[
         "return_progress",
         "a stream reports in `prompt_progress` how many prompt tokens are done, after every chunk",
     ),
-    any("cache_prompt", "`false` neither reads nor writes the prompt cache"),
+    any("cache_prompt", NO_CACHE),
     string("cache_salt", CACHE_SALT),
     ignored("user", TURNS),
     field("metadata", None, Metadata("ignored: nothing is stored")),
@@ -159,6 +153,8 @@ const CHAT_FIELDS: &[Field] = &[
     any("guided_regex", GUIDED),
     any("guided_choice", GUIDED),
     rejected("guided_grammar", &[], LARK_ONLY),
+    any("regex", "SGLang's name"),
+    rejected("ebnf", &[], LARK_ONLY),
     any("json_schema", "llama-server's name"),
     rejected("grammar", &[], LARK_ONLY),
     string("reasoning_effort", "`none` turns reasoning off, other values set a budget"),
@@ -183,6 +179,7 @@ const CHAT_FIELDS: &[Field] = &[
     ignored("prompt_cache_options", ALWAYS_CACHED),
     rejected("modalities", &["[\"text\"]", "[]"], TEXT_ONLY),
     rejected("audio", &[], TEXT_ONLY),
+    rejected("moderation", &[], NOT_MODERATED),
     rejected("web_search_options", &[], "this server does not search the web."),
     ignored("verbosity", "it is a hint for the length"),
     rejected("include_stop_str_in_output", &["false"], "the content ends before the stop string."),
@@ -214,6 +211,8 @@ const COMPLETION_FIELDS: &[Field] = &[
     rejected("guided_regex", &[], CHAT_ONLY),
     rejected("guided_choice", &[], CHAT_ONLY),
     rejected("guided_grammar", &[], CHAT_ONLY),
+    rejected("regex", &[], CHAT_ONLY),
+    rejected("ebnf", &[], CHAT_ONLY),
     rejected("json_schema", &[], CHAT_ONLY),
     rejected("grammar", &[], CHAT_ONLY),
     rejected("prompt_logprobs", &["0", "false"], "use `echo` and `logprobs`."),
@@ -237,6 +236,7 @@ const RESPONSE_FIELDS: &[Field] = &[
     object("reasoning", "`effort`; with `summary` the reasoning is sent as its own summary"),
     array("include", "`message.output_text.logprobs`; `reasoning.encrypted_content` as plain text"),
     boolean("return_progress", "a stream reports the progress of the prompt in `response.prompt_progress` events"),
+    any("cache_prompt", NO_CACHE),
     string("cache_salt", CACHE_SALT),
     field("metadata", None, Metadata("supported: sent back")),
     ignored("user", TURNS),
@@ -248,7 +248,12 @@ const RESPONSE_FIELDS: &[Field] = &[
     ignored("prompt_cache_retention", ALWAYS_CACHED),
     ignored("prompt_cache_options", ALWAYS_CACHED),
     ignored("client_metadata", NOT_STORED),
+    ignored("access_programs", NO_BILLING),
+    ignored("background_options", "responses are never in the background"),
+    ignored("context_management", NOT_EDITED),
+    ignored("image", "it controls how OpenAI's servers compress images"),
     rejected("background", &["false"], "use `stream` and keep the connection open."),
+    rejected("moderation", &[], NOT_MODERATED),
     rejected("conversation", &[], "use `previous_response_id`."),
     rejected("prompt", &[], "this server has no prompt templates."),
     ignored("truncation", "a prompt that is too long is refused, never truncated"),
@@ -269,17 +274,24 @@ const MESSAGE_FIELDS: &[Field] = &[
     integer("top_k", ""),
     array("tools", "tools with an `input_schema`"),
     any("tool_choice", "including `disable_parallel_tool_use`"),
-    object("thinking", "`type`, `budget_tokens`; off by default"),
+    object("thinking", "`type`, `budget_tokens`, `display`; off by default"),
     any("output_config", "`format`, `effort`"),
     any("output_format", "the older name of `output_config.format`"),
     boolean("return_progress", "a stream reports the progress of the prompt in `prompt_progress` of `ping` events"),
+    any("cache_prompt", NO_CACHE),
     string("cache_salt", CACHE_SALT),
     ignored("metadata", "`user_id` only orders the queue: users take turns"),
     ignored("service_tier", NO_BILLING),
     ignored("inference_geo", "the answer is computed here"),
     ignored("speed", "there is one speed"),
     ignored("cache_control", ALWAYS_CACHED),
-    ignored("context_management", "the conversation is never edited"),
+    ignored("context_management", NOT_EDITED),
+    ignored("billing_policy", NO_BILLING),
+    ignored("fallback_credit_token", NO_BILLING),
+    ignored("fallbacks", "no request is declined"),
+    ignored("diagnostics", "`usage` has the number of cached tokens"),
+    rejected("compaction", &[], "use /v1/responses/compact."),
+    rejected("thread", &[], "conversations are not stored; send all messages."),
     rejected("container", &[], "this server runs no code."),
     rejected("mcp_servers", &["[]"], "connect to them in the client."),
 ];
@@ -340,118 +352,9 @@ const OLLAMA_OPTION_FIELDS: &[Field] = &[
     ignored("mirostat_eta", "mirostat is off"),
 ];
 
-const LIMITS: &[&str] = &["max_completion_tokens", "max_output_tokens", "max_tokens"];
-
-/// Field names of other servers and APIs, each with this server's names for the same purpose. A request with such a
-/// field is refused, because ignoring the field would change the answer.
-const FOREIGN_NAMES: &[(&str, &[&str])] = &[
-    ("max_tokens", LIMITS),
-    ("max_completion_tokens", LIMITS),
-    ("max_output_tokens", LIMITS),
-    ("max_new_tokens", LIMITS),
-    ("n_predict", LIMITS),
-    ("num_predict", LIMITS),
-    ("topP", &["top_p"]),
-    ("topK", &["top_k"]),
-    ("think", &["enable_thinking", "thinking", "reasoning"]),
-    ("thinking_budget_tokens", &["thinking_budget", "thinking", "reasoning"]),
-    ("format", &["response_format", "output_config", "text"]),
-    ("options", &[]),
-];
-
-/// The field with this name.
-fn find(name: &str, known: FieldTable) -> Option<&'static Field> {
-    known.iter().copied().flatten().find(|field| field.name == name)
-}
-
-/// Checks the names of fields and drops unknown fields. A null field counts as absent. `parent` starts their paths.
-pub fn keep_known(fields: &mut Map<String, Value>, known: FieldTable, parent: &str) -> Result<(), ApiError> {
-    let mut unknown = Vec::new();
-    for (name, value) in fields.iter().filter(|(_, value)| !value.is_null()) {
-        let at = || parent.to_owned() + name;
-        match find(name, known) {
-            Some(Field { handling: Rejected(accepted, why), .. }) => {
-                if !accepted.iter().any(|json| equals(value, json)) {
-                    return Err(ApiError::unsupported(&at(), format!("{} is not supported: {why}", at())));
-                }
-            }
-            Some(Field { handling: Metadata(_), .. }) => check_metadata(name, value)?,
-            Some(_) => {}
-            None => {
-                let foreign = FOREIGN_NAMES.iter().find(|(foreign, _)| foreign == name).map(|(_, names)| *names);
-                let meant = foreign.and_then(|names| names.iter().find(|meant| find(meant, known).is_some()).copied());
-                let hint = match (meant.or_else(|| nearest(name, known)), foreign) {
-                    (Some(meant), _) => format!("did you mean `{meant}`?"),
-                    (None, Some(_)) => "send its settings as fields of the request.".to_owned(),
-                    (None, None) => {
-                        unknown.push(name);
-                        continue;
-                    }
-                };
-                return Err(ApiError::unknown(&at(), format!("There is no field `{}`; {hint}", at())));
-            }
-        }
-    }
-    if !unknown.is_empty() {
-        let names = unknown.iter().take(LOGGED_NAMES).map(|name| name.chars().take(LOGGED_CHARS).collect::<String>());
-        tracing::info!(count = unknown.len(), fields = ?names.collect::<Vec<_>>(), "ignoring unknown fields");
-    }
-    fields.retain(|name, _| find(name, known).is_some());
-    Ok(())
-}
-
-fn check_metadata(name: &str, value: &Value) -> Result<(), ApiError> {
-    let (max_pairs, max_key, max_value) = METADATA_LIMITS;
-    let Value::Object(pairs) = value else {
-        return Err(ApiError::wrong_type(name, "must be an object."));
-    };
-    if pairs.len() > max_pairs {
-        return Err(ApiError::wrong_value(name, format!("has {} pairs; the limit is {max_pairs}.", pairs.len())));
-    }
-    for (key, value) in pairs {
-        let length = key.chars().count();
-        if length > max_key {
-            let text = format!("A key of {name} has {length} characters; the limit is {max_key}.");
-            return Err(ApiError::invalid(name, text));
-        }
-        let at = format!("{name}.{key}");
-        let Some(length) = value.as_str().map(|value| value.chars().count()) else {
-            return Err(ApiError::wrong_type(at, "must be a string."));
-        };
-        if length > max_value {
-            return Err(ApiError::wrong_value(&at, format!("has {length} characters; the limit is {max_value}.")));
-        }
-    }
-    Ok(())
-}
-
-/// True if `value` equals the JSON text. Numbers are compared by value.
-fn equals(value: &Value, json: &str) -> bool {
-    serde_json::from_str::<Value>(json).is_ok_and(|accepted| match (value.as_f64(), accepted.as_f64()) {
-        (Some(a), Some(b)) => a == b,
-        _ => *value == accepted,
-    })
-}
-
-/// Among the fields that change an answer, the field with the name closest to `name`.
-fn nearest<'a>(name: &str, known: &'a [&'a [Field]]) -> Option<&'a str> {
-    let max_distance = match name.len() {
-        0..5 => return None,
-        5..8 => 1,
-        8..40 => 2,
-        _ => return None,
-    };
-    let matters = known.iter().copied().flatten().filter(|field| !matches!(field.handling, Ignored(_)));
-    // Comparing lengths first is cheap. A body may have very many names, and the exact distance is expensive.
-    let candidates = matters.filter(|field| field.name.len().abs_diff(name.len()) <= max_distance);
-    let distances = candidates.map(|field| (osa_distance(name, field.name), field.name));
-    distances.filter(|(distance, _)| *distance <= max_distance).min().map(|(_, name)| name)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::json;
     use std::fmt::Write;
 
     const HEAD: &str = "\
@@ -459,103 +362,10 @@ mod tests {
 
 How the server handles every field that clients are known to send. A field that is `null` counts as absent. A field that is in none
 of these tables is ignored and logged, unless its name is one or two letters away from a field that changes the answer
-(`max_tokes`), or is such a field of another server (`num_predict`): that is a 400 that names the right field. A rejected field is a
-400 with the reason. A test generates this page from the table in `src/http/request/fields.rs`, which the server itself uses.
+(`max_tokes`), or is such a field of another API (`response_format` in Responses) or of another server (`num_predict`): that is a 400
+that names the right field. A value that changes nothing, such as an empty list, is accepted. A rejected field is a 400 with the
+reason. A test generates this page from the table in `src/http/request/fields.rs`, which the server itself uses.
 ";
-
-    fn refusal(fields: Value, known: FieldTable) -> Option<Value> {
-        let error = keep_known(&mut fields.as_object().unwrap().clone(), known, "").err()?;
-        Some(error.body()["error"].clone())
-    }
-
-    #[test]
-    fn misspelling_is_refused_with_nearest_name() {
-        for (wrong, meant) in [
-            ("max_tokes", "max_tokens"),
-            ("max_completion_token", "max_completion_tokens"),
-            ("temprature", "temperature"),
-            ("tempreature", "temperature"),
-            ("stops", "stop"),
-            ("tool_choise", "tool_choice"),
-            ("respose_format", "response_format"),
-        ] {
-            let error = refusal(json!({wrong: 1}), CHAT).unwrap();
-            assert_eq!((&error["param"], &error["code"]), (&json!(wrong), &json!("unknown_parameter")));
-            assert!(error["message"].as_str().unwrap().contains(&format!("`{meant}`")), "{error}");
-        }
-        for unknown in ["frobnicate", "cache_prompt", "users", "x", "a_field_of_a_vendor_that_nobody_knows_and_is_long"]
-        {
-            assert_eq!(refusal(json!({unknown: 1}), CHAT), None, "{unknown}");
-        }
-    }
-
-    #[test]
-    fn field_of_another_server_is_refused() {
-        for (known, foreign, hint) in [
-            (CHAT, "max_output_tokens", "`max_completion_tokens`"),
-            (CHAT, "n_predict", "`max_completion_tokens`"),
-            (COMPLETIONS, "num_predict", "`max_tokens`"),
-            (RESPONSES, "max_tokens", "`max_output_tokens`"),
-            (MESSAGES, "max_completion_tokens", "`max_tokens`"),
-            (CHAT, "think", "`enable_thinking`"),
-            (RESPONSES, "think", "`reasoning`"),
-            (CHAT, "format", "`response_format`"),
-            (CHAT, "options", "as fields of the request"),
-        ] {
-            let error = refusal(json!({foreign: 1}), known).unwrap();
-            assert_eq!(error["param"], foreign);
-            assert!(error["message"].as_str().unwrap().contains(hint), "{error}");
-        }
-    }
-
-    #[test]
-    fn unsupported_field_accepts_neutral_values() {
-        for (fields, is_accepted) in [
-            (json!({"modalities": ["text"]}), true),
-            (json!({"modalities": ["text", "audio"]}), false),
-            (json!({"verbosity": "low"}), true),
-            (json!({"typical_p": null, "grammar": null}), true),
-            (json!({"min_tokens": 0}), true),
-            (json!({"min_tokens": 5}), false),
-            (json!({"bad_words": []}), true),
-            (json!({"bad_words": ["x"]}), false),
-            (json!({"typical_p": 1}), true),
-            (json!({"user": "me", "metadata": {}, "store": true, "service_tier": "flex"}), true),
-        ] {
-            assert_eq!(refusal(fields.clone(), CHAT).is_none(), is_accepted, "{fields}");
-        }
-    }
-
-    #[test]
-    fn many_unknown_names_are_checked_quickly() {
-        let names: Map<_, _> = (0..50_000).map(|number| (format!("{number:039}"), json!(0))).collect();
-        let start = std::time::Instant::now();
-        assert_eq!(refusal(names.into(), CHAT), None);
-        assert!(start.elapsed().as_secs() < 5, "{:?}", start.elapsed());
-    }
-
-    #[test]
-    fn metadata_is_limited() {
-        let pairs = |count: usize| (0..count).map(|i| (i.to_string(), json!("x"))).collect::<Map<_, _>>();
-        let (key, text) = ("é".repeat(64), "é".repeat(512));
-        for (metadata, param) in [
-            (json!({}), None),
-            (pairs(16).into(), None),
-            (json!({key.as_str(): text}), None),
-            (pairs(17).into(), Some("metadata".to_owned())),
-            (json!({key.clone() + "x": "x"}), Some("metadata".to_owned())),
-            (json!({key.as_str(): text + "x"}), Some(format!("metadata.{key}"))),
-            (json!({"a": 1}), Some("metadata.a".to_owned())),
-            (json!(["a"]), Some("metadata".to_owned())),
-        ] {
-            for known in [CHAT, COMPLETIONS, RESPONSES] {
-                let error = refusal(json!({"metadata": metadata}), known);
-                assert_eq!(error.map(|error| error["param"].clone()), param.clone().map(Value::from), "{metadata}");
-            }
-        }
-        // Anthropic's `metadata` is a different field, which is ignored.
-        assert_eq!(refusal(json!({"metadata": {"user_id": "x".repeat(1000)}}), MESSAGES), None);
-    }
 
     /// `MOESTRO_WRITE_DOCS=1 cargo test` writes `docs/fields.md`.
     #[test]

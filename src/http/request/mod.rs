@@ -6,6 +6,7 @@
 pub mod body;
 pub mod content_parts;
 pub mod continue_final;
+pub mod field_check;
 pub mod fields;
 mod generation_request;
 pub mod image_urls;

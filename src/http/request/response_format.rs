@@ -81,6 +81,7 @@ pub fn requested(request: &ChatRequest) -> Result<Option<FormatField>, ApiError>
     let ChatRequest { guided_json, guided_regex, guided_choice, .. } = request;
     let guided = [guided_json.as_ref(), guided_regex.as_ref(), guided_choice.as_ref()];
     add_guided(&mut found, "guided_", guided)?;
+    add_guided(&mut found, "", [None, request.regex.as_ref(), None])?;
     if let Some(outputs) = request.structured_outputs.as_ref().filter(|outputs| !outputs.is_null()) {
         for (key, value) in outputs.as_object().into_iter().flatten().filter(|(_, value)| !value.is_null()) {
             match key.as_str() {
