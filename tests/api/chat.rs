@@ -315,3 +315,45 @@ async fn call_that_ends_reasoning_is_no_reasoning() {
     let reasoning = server.tokenizer.encode("I look it up.").unwrap().len();
     assert_eq!(answer["usage"]["completion_tokens_details"]["reasoning_tokens"], reasoning, "{answer}");
 }
+
+/// Refuses conversations as Qwen's templates do.
+const STRICT_TEMPLATE: &str = "\
+{%- set found = namespace(query=false) -%}
+{%- for message in messages -%}
+{%- if message.role == 'system' and not loop.first -%}{{ raise_exception('A system message comes first.') }}{%- endif -%}
+{%- set is_response = message.content.startswith('<tool_response>') -%}
+{%- if message.role == 'user' and not is_response -%}{%- set found.query = true -%}{%- endif -%}
+<{{ message.role }}>{{ message.content }}
+{%- endfor -%}
+{%- if not found.query -%}{{ raise_exception('No user query found in messages.') }}{%- endif -%}";
+
+#[tokio::test]
+async fn conversation_without_user_is_answered() {
+    let server = Setup { says: Some("ok"), template: Some(STRICT_TEMPLATE), ..Setup::default() }.start().await;
+    let say = |role: &str, content: &str| json!({"role": role, "content": content});
+    let system = say("system", "Write a title.");
+    let assistant = say("assistant", "Sure.");
+    let tool = json!({"role": "tool", "tool_call_id": "c", "content": "r"});
+    let response = say("user", "<tool_response>r</tool_response>");
+    for (messages, prompt) in [
+        (json!([system]), "<user>Write a title."),
+        (json!([system, assistant]), "<user>Write a title.<assistant>Sure."),
+        (json!([say("developer", "d"), system]), "<user>d\n\nWrite a title."),
+        (json!([assistant, tool]), "<user><assistant>Sure.<tool>r"),
+        (json!([assistant, response]), "<user><assistant>Sure.<user><tool_response>r"),
+        (json!([system, say("user", "u")]), "<system>Write a title.<user>u"),
+    ] {
+        let tokens = server.ask("/tokenize", &json!({"messages": messages})).await["tokens"].clone();
+        let rendered = server.ask("/detokenize", &json!({"tokens": tokens})).await["prompt"].clone();
+        assert!(rendered.as_str().unwrap().starts_with(prompt), "{rendered}");
+        server.ask("/v1/chat/completions", &json!({"messages": messages, "max_tokens": 1})).await;
+    }
+    let call = json!([{"type": "tool_use", "id": "t", "name": "f", "input": {}}]);
+    let result = json!([{"type": "tool_result", "tool_use_id": "t", "content": "r"}]);
+    let messages = json!([{"role": "assistant", "content": call}, {"role": "user", "content": result}]);
+    let body = json!({"system": "s", "max_tokens": 1, "messages": messages});
+    server.ask("/v1/messages", &body).await;
+    server
+        .ask("/v1/responses", &json!({"input": [{"role": "developer", "content": "d"}], "max_output_tokens": 1}))
+        .await;
+}

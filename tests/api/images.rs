@@ -12,6 +12,7 @@ use std::{
     path::{Path, PathBuf},
     time::Duration,
 };
+use test_support::own_process::ran_in_own_process;
 
 const FIXTURE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/vision");
 const NOT_SHOWN: &str = "x-moestro-images-not-shown";
@@ -279,6 +280,31 @@ async fn text_only_model_replaces_old_pictures() {
     let tokens = server.ask("/tokenize", &json!({"messages": history})).await["tokens"].clone();
     let prompt = server.ask("/detokenize", &json!({"tokens": tokens})).await["prompt"].as_str().unwrap().to_owned();
     assert!(prompt.contains("[image not shown: this model cannot see images]"), "{prompt}");
+}
+
+#[tokio::test]
+async fn replaced_picture_is_logged_once() {
+    // Other tests can disable log lines for all threads of their process.
+    if ran_in_own_process(replaced_picture_is_logged_once) {
+        return;
+    }
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let writer = file.reopen().unwrap();
+    let subscriber = tracing_subscriber::fmt().with_ansi(false).with_writer(move || writer.try_clone().unwrap());
+    let _guard = tracing::subscriber::set_default(subscriber.finish());
+    let server = Setup { says: Some("ok"), context: 2048, ..Setup::default() }.start().await;
+    let image = image_url(&picture([1, 2, 3]));
+    let mut messages = vec![user(json!("Look"))];
+    for turn in 1..4 {
+        let call = json!([{"id": "t", "type": "function", "function": {"name": "f", "arguments": "{}"}}]);
+        messages.push(json!({"role": "assistant", "content": null, "tool_calls": call}));
+        messages.push(json!({"role": "tool", "tool_call_id": "t", "content": [image]}));
+        let answer = server.post("/v1/chat/completions", &chat(messages.clone().into())).await;
+        assert_eq!(answer.header(NOT_SHOWN), Some(&*turn.to_string()));
+        answer.text().await;
+        let log = std::fs::read_to_string(file.path()).unwrap();
+        assert_eq!(log.matches("image replaced by a sentence").count(), turn, "{log}");
+    }
 }
 
 #[test]

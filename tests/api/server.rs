@@ -37,6 +37,8 @@ pub struct Setup {
     pub api_key: Option<&'static str>,
     pub cors: Option<&'static str>,
     pub thinking: Option<bool>,
+    /// The chat template. If `None`, the demo's template.
+    pub template: Option<&'static str>,
     pub limits: RequestLimits,
     /// If set, the model fails at the last token of this text.
     pub fails_on: Option<&'static str>,
@@ -65,6 +67,7 @@ impl Default for Setup {
             api_key: None,
             cors: None,
             thinking: None,
+            template: None,
             limits: RequestLimits::default(),
             fails_on: None,
             grace: Duration::from_secs(5),
@@ -243,7 +246,7 @@ impl Setup {
                 engine: engine.clone(),
                 tokenizer: tokenizer.clone(),
                 grammars: Arc::new(GrammarCompiler::new(tokenizer.clone(), &[EOS])),
-                template: Some(Template::load(&demo()).unwrap()),
+                template: Some(template(self.template)),
                 card: ModelCard {
                     id: "mock".into(),
                     created: 1,
@@ -258,6 +261,13 @@ impl Setup {
         }
         listen(self.api, state, engine, tokenizer, metrics, mock).await
     }
+}
+
+fn template(source: Option<&str>) -> Template {
+    let Some(source) = source else { return Template::load(&demo()).unwrap() };
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("chat_template.jinja"), source).unwrap();
+    Template::load(dir.path()).unwrap()
 }
 
 /// A server with the checkpoint in `dir`, which has a tokenizer and a chat template.

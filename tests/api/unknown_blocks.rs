@@ -55,7 +55,14 @@ fn known_blocks() -> Vec<Value> {
         json!("a string"),
         json!(1.5),
     ];
-    bare.chain(whole).collect()
+    bare.chain(whole).chain(sdk_parts().into_iter().flat_map(|(_, parts)| parts)).collect()
+}
+
+/// An example of each type of part, block and item that the SDKs know, for each API.
+fn sdk_parts() -> Vec<(String, Vec<Value>)> {
+    let names: Value = serde_json::from_str(include_str!("../sdk/names.json")).unwrap();
+    let parts = names["parts"].as_object().unwrap().iter();
+    parts.map(|(api, parts)| (api.clone(), parts.as_array().unwrap().clone())).collect()
 }
 
 /// A block with a random type and random fields.
@@ -182,13 +189,69 @@ async fn unknown_response_items_become_sentences() {
         (json!([user, call, output, answer, user]), 200),
         (json!([user, call, answer, user]), 200),
         (json!([compaction, user, answer, user]), 200),
+        (json!([user, answer, call]), 200),
+        (json!([compaction, user]), 200),
         (json!([user, {"type": "odd"}]), 400),
-        (json!([user, answer, call]), 400),
-        (json!([compaction, user]), 400),
     ] {
         let answer = server.post(RESPONSES, &json!({"input": input, "max_output_tokens": 1})).await;
         let found = answer.status;
         assert_eq!(found, status, "{input}: {}", answer.text().await);
+    }
+}
+
+#[tokio::test]
+async fn response_items_of_sdks_are_accepted() {
+    let server = server().await;
+    let user = json!({"role": "user", "content": "x"});
+    let answer = json!({"role": "assistant", "content": "a"});
+    let parts = sdk_parts();
+    let (_, items) = parts.iter().find(|(api, _)| api == "responses").unwrap();
+    let kinds = items.iter().filter_map(|item| Some((item["type"].as_str()?, item)));
+    // Parts of messages, and items that ask for something that the server does not have.
+    let others = [
+        "input_",
+        "output_text",
+        "reasoning_text",
+        "refusal",
+        "computer_screenshot",
+        "configuration_update",
+        "compaction_trigger",
+    ];
+    for (kind, item) in kinds {
+        let is_other = others.iter().any(|start| kind.starts_with(start));
+        for (input, is_new) in [
+            (json!([user, item, answer, user]), false),
+            (json!([user, item, user]), true),
+            (json!([user, answer, item]), true),
+        ] {
+            let answer = server.post(RESPONSES, &json!({"input": input, "max_output_tokens": 1})).await;
+            let status = answer.status;
+            let expected = if is_new && is_other { 400 } else { 200 };
+            assert_eq!(status, expected, "{input}: {}", answer.text().await);
+        }
+    }
+}
+
+#[tokio::test]
+async fn outputs_of_calls_are_in_the_prompt() {
+    let server = server().await;
+    let shell = json!([{"stdout": "pelican", "stderr": "", "outcome": {"type": "exit", "exit_code": 0}}]);
+    for items in [
+        json!([{"type": "local_shell_call", "call_id": "c", "action": {"command": ["ls"]}},
+               {"type": "local_shell_call_output", "id": "c", "output": "pelican"}]),
+        json!([{"type": "shell_call", "call_id": "c", "action": {"commands": ["ls"]}},
+               {"type": "shell_call_output", "call_id": "c", "output": shell}]),
+        json!([{"type": "apply_patch_call_output", "call_id": "c", "status": "completed", "output": "pelican"}]),
+        json!([{"type": "mcp_call", "id": "c", "name": "f", "server_label": "s", "arguments": "{}", "output": "pelican"}]),
+        json!([{"type": "program_output", "id": "p", "call_id": "c", "result": "pelican", "status": "completed"}]),
+    ] {
+        let count = async |word: &str| {
+            let items: Value = serde_json::from_str(&items.to_string().replace("pelican", word)).unwrap();
+            let input = [&[json!({"role": "user", "content": "x"})][..], items.as_array().unwrap()].concat();
+            let counted = server.ask("/v1/responses/input_tokens", &json!({"input": input})).await;
+            counted["input_tokens"].as_u64().unwrap()
+        };
+        assert!(count(&"pelican ".repeat(50)).await > count("pelican").await + 49, "{items}");
     }
 }
 

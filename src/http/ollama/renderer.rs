@@ -4,12 +4,12 @@ use crate::http::{
     ApiError,
     models::LoadedModel,
     output::{self, AnswerCall, AnswerText, Choices, FinishReason, Finished, Output, Renderer, Usage},
-    request::messages::invalid_arguments,
+    request::messages::parse_arguments,
     sse::{Frames, StreamFormat},
 };
 use axum::response::Response;
-use moestro_chat::{json_numbers, parser::Delta};
-use serde_json::{Map, Value, json};
+use moestro_chat::parser::Delta;
+use serde_json::{Value, json};
 use std::time::Instant;
 
 pub struct OllamaRenderer {
@@ -139,9 +139,7 @@ impl Renderer for OllamaRenderer {
 
 /// A whole call as Ollama writes it.
 fn call_object(AnswerCall { name, arguments, .. }: AnswerCall) -> Value {
-    let parsed = serde_json::from_str::<Map<String, Value>>(&json_numbers::quote_huge(&arguments));
-    let arguments = parsed.map_or_else(|_| invalid_arguments(&arguments), Value::Object);
-    json!({"function": {"name": name, "arguments": arguments}})
+    json!({"function": {"name": name, "arguments": parse_arguments(&arguments)}})
 }
 
 /// The answer to a request without a prompt, which only loads or unloads the model.

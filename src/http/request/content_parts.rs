@@ -12,6 +12,12 @@ use serde_json::Value;
 /// Maximum number of characters of a type or a tool's name in the sentence that replaces a part.
 const SHOWN_CHARS: usize = 128;
 
+/// Introduces the summary that replaces a compacted conversation.
+pub const SUMMARY_INTRODUCTION: &str = "Summary of the conversation so far:\n\n";
+
+/// Types of parts with the reasoning of a model, of all providers. The text of some is encrypted.
+const THOUGHTS: [&str; 4] = ["thinking", "redacted_thinking", "reasoning", "reasoning_text"];
+
 /// Format of text parts in one API.
 pub struct PartFormat {
     /// Types of text parts. Errors name the first type.
@@ -87,10 +93,11 @@ impl PartFormat {
         }
     }
 
-    /// The text of one part. Unless `is_new` is true, a sentence replaces a part that cannot be read.
+    /// The text of one part. Unless `is_new` is true, a sentence replaces a part that cannot be read. A compaction is never
+    /// new.
     pub fn part_text(&self, part: &Value, at: &str, is_new: bool) -> Result<String, ApiError> {
         match self.readable_text(part, at, is_new) {
-            Err(error) if !is_new => {
+            Err(error) if !is_new || part["type"] == "compaction" => {
                 tracing::info!(at, reason = error.message(), "part replaced by a sentence");
                 Ok(replacement(part))
             }
@@ -113,6 +120,9 @@ impl PartFormat {
                 Ok(lines.into_iter().flatten().collect::<Vec<_>>().join("\n"))
             }
             (Some("document"), text) if document.or(text).is_some() => Ok(document.or(text).unwrap_or_default().into()),
+            (Some("compaction"), _) if part["content"].is_string() => {
+                Ok(format!("{SUMMARY_INTRODUCTION}{}", part["content"].as_str().unwrap_or_default()))
+            }
             (Some(kind), _) if !self.types.contains(&kind) => Err(unreadable(kind, at)),
             _ => {
                 let kind = self.types.first().unwrap_or(&"text");
@@ -122,16 +132,33 @@ impl PartFormat {
     }
 }
 
+/// Removes the parts with reasoning from an assistant's content, and returns their text.
+pub fn take_thoughts(content: &mut Value) -> String {
+    let Value::Array(parts) = content else { return String::new() };
+    let is_thought = |part: &mut Value| part["type"].as_str().is_some_and(|kind| THOUGHTS.contains(&kind));
+    parts.extract_if(.., is_thought).map(|part| thought(&part)).collect()
+}
+
+/// The text of a part with reasoning: a string, or an array of text parts.
+fn thought(part: &Value) -> String {
+    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+    match &part["thinking"] {
+        Value::Array(parts) => parts.iter().map(|part| text(&part["text"])).collect(),
+        Value::String(thinking) => thinking.clone(),
+        _ => text(&part["text"]),
+    }
+}
+
 /// The source of the image in an image part, and the part's `detail`. `None` for other parts.
 ///
 /// OpenAI's APIs send `image_url` and `input_image`. Anthropic's API sends `image` with a `source`. Hugging Face's
 /// clients send `image` with a URL.
 fn image_source(part: &Value) -> Option<(ImageSource, &str)> {
     let (url, detail) = match part["type"].as_str()? {
-        kind @ ("image_url" | "input_image") => {
+        kind @ ("image_url" | "input_image" | "computer_screenshot") => {
             let url = part.get("image_url").unwrap_or(&Value::Null);
             let detail = url["detail"].as_str().or(part["detail"].as_str());
-            if kind == "input_image" && url.is_null() && !part["file_id"].is_null() {
+            if kind != "image_url" && url.is_null() && !part["file_id"].is_null() {
                 return Some((ImageSource::Invalid("is a file_id; send it as a data: URL"), ""));
             }
             (url.as_str().or(url["url"].as_str()), detail)
@@ -166,7 +193,7 @@ fn from_url(url: &str) -> ImageSource {
 /// What a part of type `kind` holds. `None` for an unknown type.
 fn media(kind: &str) -> Option<&'static str> {
     match kind {
-        "image" | "image_url" | "input_image" => Some("image"),
+        "image" | "image_url" | "input_image" | "computer_screenshot" => Some("image"),
         "audio" | "audio_url" | "input_audio" => Some("audio"),
         "video" | "video_url" | "input_video" => Some("video"),
         "file" | "input_file" | "document" => Some("file"),

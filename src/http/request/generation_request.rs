@@ -5,7 +5,7 @@ use crate::http::{
     openai::{CommonFields, CompletionPrompt},
     request::{
         EndMarker, ImagePart, RequestedFormat,
-        messages::join_system_messages,
+        messages::normalize,
         tools::{self, ToolPath},
     },
 };
@@ -94,7 +94,7 @@ impl ChatPrompt {
         tools: Vec<Value>,
         tool_path: ToolPath,
     ) -> Result<Self, ApiError> {
-        let mut messages = join_system_messages(messages);
+        let mut messages = normalize(messages);
         Ok(Self {
             end_marker: if continues { Some(EndMarker::insert(&mut messages)?) } else { None },
             messages,

@@ -10,7 +10,7 @@ use crate::http::{
     request::{ImagePart, ImageSource, ImageUrls, image_urls::ImageDownloads},
 };
 use base64::{Engine, engine::general_purpose};
-use moestro_chat::{Content, Message, Part};
+use moestro_chat::{Content, Message, Part, Role};
 use moestro_engine::{Image, ImageProcessor, PlacedImage, place_images};
 use moestro_model::error::ImageError;
 use std::sync::Arc;
@@ -48,10 +48,13 @@ impl LoadedModel {
         log: Option<&RequestLog>,
     ) -> Result<Vec<Message<Arc<Image>>>, ApiError> {
         let processor = self.engine.images();
-        let mut too_many = messages.iter().flat_map(Message::images).count().saturating_sub(MAX_IMAGES);
+        let too_many = excess_images(&messages);
+        let answered = messages.iter().rposition(|message| message.role == Role::Assistant).map_or(0, |last| last + 1);
+        let too_many_before = excess_images(&messages[..answered]);
+        let mut index = 0;
         let mut downloads = ImageDownloads::new(urls.clone());
         let mut decoded = Vec::with_capacity(messages.len());
-        for Message { role, content, reasoning, calls, extra } in messages {
+        for (at_message, Message { role, content, reasoning, calls, extra }) in messages.into_iter().enumerate() {
             let mut decoded_content = content.is_some().then(Content::default);
             let mut separator = "";
             for part in content.into_iter().flat_map(|content| content.parts) {
@@ -68,10 +71,7 @@ impl LoadedModel {
                 separator = image.separator;
                 let shown = match processor {
                     None => Err(BLIND.to_owned()),
-                    Some(_) if too_many > 0 => {
-                        too_many -= 1;
-                        Err(format!("is one of more than {MAX_IMAGES}"))
-                    }
+                    Some(_) if index < too_many => Err(format!("is one of more than {MAX_IMAGES}")),
                     Some(processor) => decode(processor.clone(), permit, image, &mut downloads).await?,
                 };
                 match shown {
@@ -79,7 +79,13 @@ impl LoadedModel {
                     Err(why) if is_new => return Err(ApiError::invalid(&at, format!("{at}: the image {why}."))),
                     Err(why) => {
                         log.inspect(|log| log.add_image_not_shown());
-                        tracing::warn!(at, why, "image replaced by a sentence");
+                        // Each request of a conversation has its images again. The first one with an image logs it.
+                        let is_dropped_now = processor.is_some() && (too_many_before..too_many).contains(&index);
+                        if at_message < answered && !is_dropped_now {
+                            tracing::debug!(at, why, "image replaced by a sentence, as before");
+                        } else {
+                            tracing::warn!(at, why, "image replaced by a sentence");
+                        }
                         let sentence = match processor {
                             None => "[image not shown: this model cannot see images]".to_owned(),
                             Some(_) => format!("[image not shown: it {why}]"),
@@ -87,6 +93,7 @@ impl LoadedModel {
                         content.push_text(sentence, separator);
                     }
                 }
+                index += 1;
             }
             decoded.push(Message { role, content: decoded_content, reasoning, calls, extra });
         }
@@ -116,6 +123,11 @@ impl LoadedModel {
             ApiError::invalid(param, text)
         })
     }
+}
+
+/// Number of images that are not shown because there are too many.
+fn excess_images(messages: &[Message<ImagePart>]) -> usize {
+    messages.iter().flat_map(Message::images).count().saturating_sub(MAX_IMAGES)
 }
 
 /// Reads and decodes one image. The inner error is the reason why the image is not shown. The outer error ends the

@@ -4,16 +4,17 @@
 //! role `developer` becomes `system`, the older name of the role.
 //!
 //! Templates accept one system message, at the start. System messages that directly follow the first system message are
-//! joined to it. A later system message becomes a user message.
+//! joined to it. A later system message becomes a user message. Templates also require a user message. Without one, the
+//! system message becomes the user's.
 
 use crate::http::{
     ApiError,
     request::{
         ImagePart, PartFormat,
-        content_parts::{MessageOrigin, new_messages},
+        content_parts::{MessageOrigin, new_messages, take_thoughts},
     },
 };
-use moestro_chat::{Content, Message, Role, json_numbers};
+use moestro_chat::{Content, Message, Role, ToolCall, json_numbers};
 use serde_json::{Map, Value, json};
 
 /// Separator between the texts of several parts.
@@ -51,14 +52,41 @@ pub fn read_with(
     messages.into_iter().zip(are_new).enumerate().map(read).collect()
 }
 
-/// Arguments of a truncated call, which are not valid JSON. The text of the arguments gets the name that Anthropic's
-/// API uses in this case.
-pub fn invalid_arguments(text: &str) -> Value {
-    json!({"INVALID_JSON": text})
+/// Arguments of an earlier call, as an object, from their text. Some clients send an empty text or `null` for none.
+///
+/// The arguments of a truncated call are not valid JSON. Their text gets the name that Anthropic's API uses in this case.
+pub fn parse_arguments(text: &str) -> Value {
+    if text.trim().is_empty() {
+        return json!({});
+    }
+    match serde_json::from_str(&json_numbers::quote_huge(text)) {
+        Ok(Value::Null) => json!({}),
+        Ok(object @ Value::Object(_)) => object,
+        _ => json!({"INVALID_JSON": text}),
+    }
+}
+
+/// Arranges the messages as chat templates require: one system message, at the start, and a user message.
+pub fn normalize(messages: Vec<Message<ImagePart>>) -> Vec<Message<ImagePart>> {
+    let mut messages = join_system_messages(messages);
+    if !messages.iter().any(is_query) {
+        match messages.first_mut() {
+            Some(first) if first.role == Role::System => first.role = Role::User,
+            _ => messages.insert(0, Message::new(Role::User, String::new())),
+        }
+    }
+    messages
+}
+
+/// True for a user message. Qwen's templates take a user message that is a tool's response for a message of the tool.
+fn is_query(message: &Message<ImagePart>) -> bool {
+    let text = message.content.as_ref().and_then(Content::text).unwrap_or_default().trim();
+    let is_response = text.starts_with("<tool_response>") && text.ends_with("</tool_response>");
+    message.role == Role::User && !is_response
 }
 
 /// Joins the system messages at the start to one message. Later system messages become user messages.
-pub fn join_system_messages(messages: Vec<Message<ImagePart>>) -> Vec<Message<ImagePart>> {
+fn join_system_messages(messages: Vec<Message<ImagePart>>) -> Vec<Message<ImagePart>> {
     let mut kept: Vec<Message<ImagePart>> = Vec::with_capacity(messages.len());
     for mut message in messages {
         if message.role == Role::System && !kept.is_empty() {
@@ -102,6 +130,10 @@ pub fn read_message(mut fields: Map<String, Value>, at: &str, is_new: bool) -> R
     if let Some(calls) = fields.get_mut("tool_calls").filter(|calls| !calls.is_null()) {
         check_tool_calls(calls, at)?;
     }
+    let thoughts = fields.get_mut("content").filter(|_| role == Role::Assistant).map(take_thoughts);
+    if let Some(thoughts) = thoughts.filter(|thoughts| !thoughts.is_empty()) {
+        fields.entry("reasoning_content").or_insert(thoughts.into());
+    }
     let content_at = format!("{at}.content");
     let content = match fields.get_mut("content").map(Value::take) {
         Some(Value::String(text)) => Some(Content::from(text)),
@@ -125,17 +157,21 @@ fn check_tool_calls(calls: &mut Value, at: &str) -> Result<(), ApiError> {
     };
     for (index, call) in calls.iter_mut().enumerate() {
         let at = format!("{at}.tool_calls[{index}].function");
+        if call["type"] == "custom"
+            && let Some(name) = call["custom"]["name"].as_str()
+        {
+            let input = json!({"input": call["custom"]["input"]});
+            *call = ToolCall::new(call["id"].clone(), name, input).0;
+        }
         let Some(function) = call.get_mut("function").filter(|function| function["name"].is_string()) else {
             return Err(ApiError::wrong_type(format!("{at}.name"), "must be a string."));
         };
         match function.get("arguments") {
             Some(Value::Object(_) | Value::Null) => {}
-            Some(Value::String(json)) if json.trim().is_empty() => {}
-            Some(Value::String(json)) => {
-                if serde_json::from_str::<Map<String, Value>>(&json_numbers::quote_huge(json)).is_err() {
-                    function["arguments"] = invalid_arguments(json);
-                }
-            }
+            // The template parses them.
+            Some(Value::String(json))
+                if serde_json::from_str::<Map<String, Value>>(&json_numbers::quote_huge(json)).is_ok() => {}
+            Some(Value::String(json)) => function["arguments"] = parse_arguments(json),
             _ => {
                 return Err(ApiError::wrong_value(
                     format!("{at}.arguments"),
@@ -159,7 +195,7 @@ mod tests {
 
     /// The messages as a template reads them.
     fn checked(messages: Vec<Value>) -> Vec<Value> {
-        let messages = join_system_messages(read(messages).unwrap());
+        let messages = normalize(read(messages).unwrap());
         messages.iter().map(|message| serde_json::to_value(message).unwrap()).collect()
     }
 
@@ -169,6 +205,71 @@ mod tests {
         let given = vec![json!({"role": "developer", "content": "d"}), json!({"role": "user", "content": parts})];
         let expected = [json!({"role": "system", "content": "d"}), json!({"role": "user", "content": "ab"})];
         assert_eq!(checked(given), expected);
+    }
+
+    #[test]
+    fn conversation_without_user_gets_one() {
+        let say = |role: &str, content: &str| json!({"role": role, "content": content});
+        let system = say("system", "s");
+        let assistant = say("assistant", "a");
+        let tool = say("tool", "t");
+        let response = say("user", " <tool_response>t</tool_response>\n");
+        for (given, roles) in [
+            (vec![system.clone()], "user"),
+            (vec![system.clone(), say("developer", "d"), assistant.clone()], "user assistant"),
+            (vec![assistant.clone(), tool.clone()], "user assistant tool"),
+            (vec![tool.clone()], "user tool"),
+            (vec![assistant.clone(), system.clone()], "assistant user"),
+            (vec![assistant.clone(), response.clone()], "user assistant user"),
+            (vec![system.clone(), response], "user user"),
+            (vec![system, say("user", ""), assistant], "system user assistant"),
+        ] {
+            let kept = checked(given);
+            let found: Vec<_> = kept.iter().map(|message| message["role"].as_str().unwrap()).collect();
+            assert_eq!(found.join(" "), roles);
+        }
+    }
+
+    #[test]
+    fn empty_call_arguments_are_an_object() {
+        for (arguments, read) in [
+            ("null", json!({})),
+            (" null\n", json!({})),
+            ("", json!({})),
+            ("{\"a\": 1}", json!("{\"a\": 1}")),
+            ("nul", json!({"INVALID_JSON": "nul"})),
+            ("\"null\"", json!({"INVALID_JSON": "\"null\""})),
+        ] {
+            let call = json!({"type": "function", "function": {"name": "f", "arguments": arguments}});
+            let message = json!({"role": "assistant", "tool_calls": [call]});
+            assert_eq!(checked(vec![message])[1]["tool_calls"][0]["function"]["arguments"], read, "{arguments}");
+        }
+    }
+
+    #[test]
+    fn custom_call_becomes_a_function_call() {
+        let call = json!({"id": "c", "type": "custom", "custom": {"name": "patch", "input": "x"}});
+        let message = json!({"role": "assistant", "tool_calls": [call]});
+        let expected =
+            json!({"id": "c", "type": "function", "function": {"name": "patch", "arguments": {"input": "x"}}});
+        assert_eq!(checked(vec![message])[1]["tool_calls"], json!([expected]));
+    }
+
+    #[test]
+    fn thinking_parts_become_reasoning() {
+        let text = json!({"type": "text", "text": "a"});
+        for (part, reasoning) in [
+            (json!({"type": "thinking", "thinking": "hm", "signature": "s"}), json!("hm")),
+            (
+                json!({"type": "thinking", "thinking": [{"type": "text", "text": "h"}, {"type": "text", "text": "m"}]}),
+                json!("hm"),
+            ),
+            (json!({"type": "reasoning", "text": "hm"}), json!("hm")),
+            (json!({"type": "redacted_thinking", "data": "x"}), Value::Null),
+        ] {
+            let read = checked(vec![json!({"role": "assistant", "content": [part, text]})]);
+            assert_eq!((&read[1]["content"], &read[1]["reasoning_content"]), (&json!("a"), &reasoning), "{part}");
+        }
     }
 
     #[test]
@@ -225,7 +326,7 @@ mod tests {
         let call = |arguments: Value| json!({"type": "function", "function": {"name": "f", "arguments": arguments}});
         let message = json!({"role": "assistant", "tool_calls": [call(json!("{\"city\": \"Os"))]});
         let expected = call(json!({"INVALID_JSON": "{\"city\": \"Os"}));
-        assert_eq!(checked(vec![message])[0]["tool_calls"], json!([expected]));
+        assert_eq!(checked(vec![message])[1]["tool_calls"], json!([expected]));
     }
 
     #[test]

@@ -1,32 +1,29 @@
 //! Translates items of a Responses conversation into messages. The items of one assistant turn (reasoning, a message,
 //! calls) become one message.
+//!
+//! Calls that a client or an MCP server ran become calls of functions, whatever their type, and their outputs become
+//! the results of these calls.
 
 use crate::http::{
     ApiError,
     request::{
         ImagePart, PartFormat,
-        content_parts::{MessageOrigin, new_messages, replacement},
-        messages::invalid_arguments,
+        content_parts::{MessageOrigin, SUMMARY_INTRODUCTION, new_messages, replacement, take_thoughts},
+        messages::parse_arguments,
     },
 };
-use moestro_chat::{Message, Role, ToolCall};
-use serde_json::{Value, json};
+use moestro_chat::{Content, Message, Role, ToolCall};
+use serde_json::{Map, Value, json};
 
 /// Prefix of this server's `encrypted_content`. The reasoning or the summary follows as plain text.
 pub const ENCRYPTED_PREFIX: &str = "moestro:";
 
-/// Introduces the summary that replaces a compacted conversation.
-const SUMMARY_INTRODUCTION: &str = "Summary of the conversation so far:\n\n";
-
 /// Items of tools that OpenAI's servers ran. They are left out, because the message after them says what was found.
-const SERVER_CALLS: [&str; 6] = [
-    "web_search_call",
-    "file_search_call",
-    "code_interpreter_call",
-    "image_generation_call",
-    "mcp_call",
-    "mcp_list_tools",
-];
+const SERVER_CALLS: [&str; 5] =
+    ["web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call", "mcp_list_tools"];
+
+/// Fields with the input of a call, except for `arguments`.
+const CALL_FIELDS: [&str; 4] = ["action", "actions", "operation", "input"];
 
 const PARTS: PartFormat = PartFormat { types: &["input_text", "output_text", "text", "refusal"], separator: "" };
 
@@ -34,17 +31,8 @@ const PARTS: PartFormat = PartFormat { types: &["input_text", "output_text", "te
 /// earlier responses. An error names the position of its item.
 pub fn to_messages(items: &[Value], input: usize) -> Result<Vec<Message<ImagePart>>, ApiError> {
     let earlier = items.len().saturating_sub(input);
-    let are_new =
-        new_messages(items, |item| match (item["type"].as_str().unwrap_or_default(), item["role"].as_str()) {
-            (_, Some("assistant")) => MessageOrigin::Assistant,
-            (_, Some("user")) => MessageOrigin::User,
-            ("reasoning" | "function_call" | "custom_tool_call", _) => MessageOrigin::Assistant,
-            // Also outputs of calls of unknown types.
-            (kind, _) if kind.ends_with("_output") => MessageOrigin::Tool,
-            _ => MessageOrigin::Other,
-        });
     let mut builder = MessageBuilder::default();
-    for (index, (item, is_new)) in items.iter().zip(are_new).enumerate() {
+    for (index, (item, is_new)) in items.iter().zip(new_messages(items, origin)).enumerate() {
         let at = match index.checked_sub(earlier) {
             Some(index) => format!("input[{index}]"),
             None => format!("previous_response_id: item {index}"),
@@ -53,6 +41,19 @@ pub fn to_messages(items: &[Value], input: usize) -> Result<Vec<Message<ImagePar
     }
     builder.close();
     Ok(builder.messages)
+}
+
+/// Who made an item, also of an unknown type.
+fn origin(item: &Value) -> MessageOrigin {
+    match (item["type"].as_str().unwrap_or_default(), item["role"].as_str()) {
+        (_, Some("assistant")) => MessageOrigin::Assistant,
+        (_, Some("user")) => MessageOrigin::User,
+        ("reasoning" | "program" | "mcp_list_tools" | "mcp_approval_request", _) => MessageOrigin::Assistant,
+        (kind, _) if kind.ends_with("_call") => MessageOrigin::Assistant,
+        ("mcp_approval_response", _) => MessageOrigin::Tool,
+        (kind, _) if kind.ends_with("_output") => MessageOrigin::Tool,
+        _ => MessageOrigin::Other,
+    }
 }
 
 #[derive(Default)]
@@ -73,9 +74,13 @@ impl MessageBuilder {
     fn push(&mut self, item: &Value, at: &str, is_new: bool) -> Result<(), ApiError> {
         match (item["type"].as_str(), item["role"].as_str()) {
             (Some("message") | None, Some("assistant")) => {
-                let text = PARTS.text(&item["content"], &format!("{at}.content"), false)?;
+                let mut content = item["content"].clone();
+                let thoughts = take_thoughts(&mut content);
+                let text = PARTS.text(&content, &format!("{at}.content"), false)?;
                 // A second message starts a new turn, unless calls of the open turn still wait for their outputs.
-                self.turn(|turn| turn.content.is_empty() || !turn.calls.is_empty()).content += &text;
+                let turn = self.turn(|turn| turn.content.is_empty() || !turn.calls.is_empty());
+                turn.reasoning += &thoughts;
+                turn.content += &text;
             }
             (Some("message") | None, Some(role @ ("user" | "system" | "developer"))) => {
                 self.close();
@@ -96,40 +101,29 @@ impl MessageBuilder {
                 let text = reasoning(item);
                 self.turn(|turn| turn.content.is_empty() && turn.calls.is_empty()).reasoning += &text;
             }
-            (Some(kind @ ("function_call" | "custom_tool_call")), _) => {
-                let (Some(id), Some(name)) = (item["call_id"].as_str(), item["name"].as_str()) else {
+            (Some("function_call" | "custom_tool_call"), _) => {
+                let (Some(_), Some(name)) = (item["call_id"].as_str(), item["name"].as_str()) else {
                     return Err(ApiError::wrong_type(at, "must have a call_id and a name."));
                 };
-                let arguments = match kind {
-                    "function_call" => arguments(&item["arguments"]),
-                    _ => json!({"input": item["input"]}),
-                };
-                self.turn(|_| true).calls.push(ToolCall::new(id.into(), name, arguments));
+                self.push_call(item, name);
             }
             (Some("compaction" | "compaction_summary"), _) => {
                 self.close();
+                // The summary of another server is encrypted.
                 let text = item["encrypted_content"].as_str().and_then(|text| text.strip_prefix(ENCRYPTED_PREFIX));
-                let content = match text {
-                    Some(text) => format!("{SUMMARY_INTRODUCTION}{text}"),
-                    None if is_new => {
-                        return Err(ApiError::invalid(at, format!("{at} was not written by this server.")));
-                    }
-                    None => replacement(item),
-                };
+                let content = text.map_or_else(|| replacement(item), |text| format!("{SUMMARY_INTRODUCTION}{text}"));
                 self.messages.push(Message::new(Role::User, content));
             }
-            (Some("function_call_output" | "custom_tool_call_output"), _) => {
-                let Some(id) = item["call_id"].as_str() else {
-                    return Err(ApiError::json(Some(format!("{at}.call_id")), format!("{at} must have a call_id.")));
-                };
-                self.close();
-                let output = PARTS.content(&item["output"], &format!("{at}.output"), false)?;
-                self.messages.push(Message::tool_result(id.into(), output));
-            }
             (Some(kind), _) if SERVER_CALLS.contains(&kind) => {}
-            (Some(kind), _) if kind.ends_with("_output") => {
-                self.close();
-                self.messages.push(Message::tool_result(item["call_id"].clone(), replacement(item)));
+            (Some("mcp_call"), _) => {
+                self.push_call(item, item["name"].as_str().unwrap_or("mcp"));
+                self.push_output(item, at)?;
+            }
+            (Some(kind), _) if kind.ends_with("_output") || kind == "mcp_approval_response" => {
+                self.push_output(item, at)?;
+            }
+            (Some(kind), _) if kind.ends_with("_call") => {
+                self.push_call(item, kind.strip_suffix("_call").unwrap_or(kind))
             }
             (Some(_), _) if !is_new => self.turn(|_| true).content += &replacement(item),
             (Some(other), _) => {
@@ -137,6 +131,26 @@ impl MessageBuilder {
                 return Err(ApiError::unsupported(at, text));
             }
         }
+        Ok(())
+    }
+
+    fn push_call(&mut self, item: &Value, name: &str) {
+        let arguments = match &item["arguments"] {
+            Value::Null => {
+                let fields = CALL_FIELDS.into_iter().filter(|name| !item[name].is_null());
+                fields.map(|name| (name.to_owned(), item[name].clone())).collect::<Map<_, _>>().into()
+            }
+            Value::String(text) => parse_arguments(text),
+            object @ Value::Object(_) => object.clone(),
+            _ => json!({}),
+        };
+        self.turn(|_| true).calls.push(ToolCall::new(call_id(item).clone(), name, arguments));
+    }
+
+    fn push_output(&mut self, item: &Value, at: &str) -> Result<(), ApiError> {
+        self.close();
+        let output = output(item, at)?;
+        self.messages.push(Message::tool_result(call_id(item).clone(), output));
         Ok(())
     }
 
@@ -154,17 +168,26 @@ impl MessageBuilder {
     }
 }
 
-/// Arguments of an earlier call as an object.
-fn arguments(arguments: &Value) -> Value {
-    match arguments {
-        Value::String(text) if text.trim().is_empty() => json!({}),
-        Value::String(text) => match serde_json::from_str(text) {
-            Ok(Value::Object(object)) => object.into(),
-            _ => invalid_arguments(text),
-        },
-        Value::Object(_) => arguments.clone(),
-        _ => json!({}),
+/// The id that connects a call and its output. Some types of items have only one id.
+fn call_id(item: &Value) -> &Value {
+    item.get("call_id").filter(|id| !id.is_null()).unwrap_or(&item["id"])
+}
+
+/// The output of a call: text, parts with text and images, or the output of a shell.
+fn output(item: &Value, at: &str) -> Result<Content<ImagePart>, ApiError> {
+    let mut content = Content::default();
+    let at = format!("{at}.output");
+    match [&item["output"], &item["result"], &item["error"]].into_iter().find(|output| !output.is_null()) {
+        Some(Value::Array(chunks)) if chunks.iter().any(|chunk| chunk["stdout"].is_string()) => {
+            let texts = chunks.iter().flat_map(|chunk| [chunk["stdout"].as_str(), chunk["stderr"].as_str()]);
+            content.push_text(texts.flatten().collect(), "");
+        }
+        Some(output @ (Value::String(_) | Value::Array(_))) => content = PARTS.content(output, &at, false)?,
+        Some(part @ Value::Object(_)) => PARTS.push(part, &at, false, &mut content)?,
+        Some(_) => return Err(ApiError::wrong_type(at, "must be a string or an array of parts.")),
+        None => content.push_text(replacement(item), ""),
     }
+    Ok(content)
 }
 
 /// The reasoning of an item: its text, or else this server's `encrypted_content`, or else the summary. Some clients
@@ -244,6 +267,63 @@ mod tests {
     }
 
     #[test]
+    fn calls_of_all_types_keep_their_data() {
+        let commands = json!({"commands": ["ls"]});
+        let shell_output = json!([{"stdout": "a\n", "stderr": "b", "outcome": {"type": "exit", "exit_code": 1}}]);
+        for (items, name, arguments, output) in [
+            (
+                vec![
+                    json!({"type": "shell_call", "call_id": "c", "action": commands, "status": "completed"}),
+                    json!({"type": "shell_call_output", "call_id": "c", "output": shell_output}),
+                ],
+                "shell",
+                json!({"action": commands}),
+                "a\nb",
+            ),
+            (
+                vec![
+                    json!({"type": "local_shell_call", "id": "i", "call_id": "c", "action": {"command": ["ls"]}}),
+                    json!({"type": "local_shell_call_output", "id": "c", "output": "a"}),
+                ],
+                "local_shell",
+                json!({"action": {"command": ["ls"]}}),
+                "a",
+            ),
+            (
+                vec![
+                    json!({"type": "mcp_call", "id": "c", "name": "f", "server_label": "s", "arguments": "{\"a\": 1}", "output": "o"}),
+                ],
+                "f",
+                json!({"a": 1}),
+                "o",
+            ),
+            (
+                vec![
+                    json!({"type": "tool_search_call", "call_id": "c", "execution": "client", "arguments": {"q": "x"}}),
+                    json!({"type": "tool_search_output", "call_id": "c", "tools": []}),
+                ],
+                "tool_search",
+                json!({"q": "x"}),
+                "[A block of type `tool_search_output` is not shown: this server cannot read it]",
+            ),
+        ] {
+            let found = messages(&items);
+            let call = json!({"id": "c", "type": "function", "function": {"name": name, "arguments": arguments}});
+            assert_eq!(found[0], json!({"role": "assistant", "content": "", "tool_calls": [call]}));
+            assert_eq!(found[1], json!({"role": "tool", "tool_call_id": "c", "content": output}));
+            assert_eq!(found.len(), 2);
+        }
+    }
+
+    #[test]
+    fn screenshot_of_a_computer_is_an_image() {
+        let screenshot = json!({"type": "computer_screenshot", "image_url": "data:;base64,AA"});
+        let items = [json!({"type": "computer_call_output", "call_id": "c", "output": screenshot})];
+        let found = to_messages(&items, 1).unwrap();
+        assert_eq!(found[0].images().map(|image| &*image.at).collect::<Vec<_>>(), ["input[0].output"]);
+    }
+
+    #[test]
     fn images_are_collected_from_messages_and_outputs() {
         let image = json!([{"type": "input_image", "image_url": "data:;base64,AA"}]);
         let result = json!({"type": "function_call_output", "call_id": "1", "output": image});
@@ -305,9 +385,8 @@ mod tests {
             (json!({"role": "system", "content": [{"type": "input_image", "image_url": "x"}]}), "input[0].content[0]"),
             (json!({"role": "user", "content": ["x"]}), "input[0].content[0]"),
             (json!({"type": "function_call", "name": "f"}), "input[0]"),
-            (json!({"type": "function_call_output", "output": "x"}), "input[0].call_id"),
-            (json!({"type": "shell_call"}), "input[0]"),
-            (json!({"type": "compaction", "encrypted_content": "gAAA"}), "input[0]"),
+            (json!({"type": "function_call_output", "call_id": "c", "output": 5}), "input[0].output"),
+            (json!({"type": "odd"}), "input[0]"),
         ] {
             let error = to_messages(&[assistant_text("before"), item.clone()], 1).unwrap_err();
             assert_eq!(error.body()["error"]["param"], param, "{item}");
@@ -316,7 +395,12 @@ mod tests {
 
     #[test]
     fn truncated_arguments_are_marked_as_invalid() {
+        let arguments = |arguments: &Value| {
+            let call = json!({"type": "function_call", "call_id": "c", "name": "f", "arguments": arguments});
+            messages(&[call])[0]["tool_calls"][0]["function"]["arguments"].clone()
+        };
         for (given, expected) in [
+            (json!("null"), json!({})),
             (json!("{\"a\": 1}"), json!({"a": 1})),
             (json!({"a": [2]}), json!({"a": [2]})),
             (json!(" \n"), json!({})),
