@@ -102,7 +102,8 @@ pub fn respond<F: Future<Output = ()> + Send + 'static>(
     };
     let headers = [
         (header::CONTENT_TYPE, HeaderValue::from_static(content_type)),
-        (header::CACHE_CONTROL, HeaderValue::from_static("no-cache")),
+        // `no-transform` prevents proxies from compressing the stream, because Caddy collects the frames for that.
+        (header::CACHE_CONTROL, HeaderValue::from_static("no-cache, no-transform")),
         // Prevents nginx from buffering the frames.
         (header::HeaderName::from_static("x-accel-buffering"), HeaderValue::from_static("no")),
     ];

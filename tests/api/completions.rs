@@ -151,6 +151,11 @@ async fn timings_accompany_the_usage() {
     assert_eq!((&timings["predicted_n"], &timings["drafted_tokens"]), (&json!(1), &json!(0)));
     assert!(timings["prompt_n"].as_u64() > Some(1) && timings["prompt_ms"].as_f64() > Some(0.0), "{timings}");
     assert!(timings["predicted_per_second"].is_f64(), "{timings}");
+    let per_token = |kind: &str| {
+        let [ms, per_token] = ["ms", "per_token_ms"].map(|name| timings[format!("{kind}_{name}")].as_f64().unwrap());
+        (ms / timings[format!("{kind}_n")].as_f64().unwrap() - per_token).abs() < 1e-6
+    };
+    assert!(per_token("prompt") && per_token("predicted"), "{timings}");
 }
 
 #[tokio::test]

@@ -189,6 +189,14 @@ async fn list_suits_three_clients() {
     assert_eq!((&list["data"][0]["id"], &list["data"][0]["state"]), (&json!("org/second"), &json!("loaded")));
     assert_eq!(list["data"][0]["capabilities"], json!(["tool_use"]));
     assert!(list["data"][0]["max_context_length"].is_u64() && list["data"][1]["state"] == "not-loaded", "{list}");
+    // Anthropic's `capabilities` are an object of other names.
+    let list = server.get("/v1/models").await.json().await;
+    assert_eq!(list["data"][0]["capabilities"]["chat"], true);
+    for path in ["/v1/models", "/v1/models/org/second"] {
+        let found = server.send("GET", path, &headers, None).await.json().await;
+        let model = found.get("data").map_or(&found, |data| &data[0]);
+        assert_eq!((model.get("capabilities"), &model["lifecycle"]), (None, &json!("active")));
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -129,11 +129,15 @@ fn is_loopback(host: &str) -> bool {
 }
 
 /// True for hosts that public DNS cannot resolve to this machine, so DNS rebinding cannot use them: IP addresses, mDNS
-/// names, and names below `.internal`, such as `host.docker.internal`.
+/// names, names below `.internal`, such as `host.docker.internal`, and names without a dot. Compose and proxies have
+/// such names for a service.
 fn is_local(host: &str) -> bool {
     let is_v6 = |host: &str| host.strip_prefix('[')?.strip_suffix(']')?.parse::<Ipv6Addr>().ok();
     let name = host.to_ascii_lowercase();
-    host.parse::<Ipv4Addr>().is_ok() || is_v6(host).is_some() || name.ends_with(".local") || name.ends_with(".internal")
+    let is_address = host.parse::<Ipv4Addr>().is_ok() || is_v6(host).is_some();
+    let is_label = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
+    let has_no_dot = !host.is_empty() && host.chars().all(is_label);
+    is_address || has_no_dot || name.ends_with(".local") || name.ends_with(".internal")
 }
 
 /// Refuses requests that a foreign web page may have sent.
@@ -188,9 +192,21 @@ mod tests {
         {
             assert_eq!(refusal(&rules, host, None), None, "{host}");
         }
-        for host in
-            ["evil.com", "localhost.evil.com", "127.0.0.1.evil.com:80", "local.evil.com", "", "[", "[::1", "::1"]
-        {
+        for host in ["moestro:5413", "llm_backend", "GPU-1"] {
+            assert_eq!(refusal(&rules, host, None), None, "{host}");
+        }
+        for host in [
+            "evil.com",
+            "evil.",
+            "a b",
+            "localhost.evil.com",
+            "127.0.0.1.evil.com:80",
+            "local.evil.com",
+            "",
+            "[",
+            "[::1",
+            "::1",
+        ] {
             assert!(refusal(&rules, host, None).is_some(), "{host}");
         }
     }
@@ -201,7 +217,8 @@ mod tests {
         for origin in ["http://localhost:3000", "http://127.0.0.1", "https://chat.example"] {
             assert!(rules.allows_reading(&origin.parse().unwrap()), "{origin}");
         }
-        for origin in ["https://evil.com", "http://192.168.0.1", "null", "http://localhost.evil.com"] {
+        for origin in ["https://evil.com", "http://192.168.0.1", "null", "http://moestro", "http://localhost.evil.com"]
+        {
             assert!(!rules.allows_reading(&origin.parse().unwrap()), "{origin}");
         }
     }

@@ -16,6 +16,9 @@ use std::{
     time::{Duration, UNIX_EPOCH},
 };
 
+/// Header that Anthropic's clients send.
+const ANTHROPIC_VERSION: &str = "anthropic-version";
+
 /// A model as OpenAI's and Anthropic's APIs describe it. Optional fields are set only for the loaded model.
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct ModelObject {
@@ -51,6 +54,8 @@ pub struct ModelObject {
     #[serde(rename = "type")]
     pub kind: &'static str,
     pub display_name: String,
+    /// Anthropic's stage of a model. No model of this server is retired.
+    pub lifecycle: &'static str,
     pub created_at: String,
 }
 
@@ -70,7 +75,17 @@ impl ModelObject {
         let display_name = id.clone();
         let object = "model";
         let created_at = timestamp(created);
-        Self { id, object, created, owned_by: "moestro", kind: "model", display_name, created_at, ..Self::default() }
+        Self {
+            id,
+            object,
+            created,
+            owned_by: "moestro",
+            kind: "model",
+            display_name,
+            lifecycle: "active",
+            created_at,
+            ..Self::default()
+        }
     }
 }
 
@@ -78,7 +93,7 @@ impl ModelObject {
 ///
 /// * OpenAI clients read `data`.
 /// * Anthropic clients send the header `anthropic-version`. For them, `data` also has each model under a second id,
-///   which Claude Code shows.
+///   which Claude Code shows. Their `capabilities` are an object of Anthropic's, which the models do not have.
 /// * Codex sends `client_version` and reads `models`. The list `models` is empty, because an entry would need the
 ///   instructions that Codex sends for a model.
 pub async fn models(
@@ -87,7 +102,8 @@ pub async fn models(
     headers: HeaderMap,
 ) -> Result<Json<Value>, ApiError> {
     let mut models = list(&state).await?;
-    if headers.contains_key("anthropic-version") {
+    if headers.contains_key(ANTHROPIC_VERSION) {
+        models.iter_mut().for_each(|model| model.capabilities = None);
         let alias = |model: &ModelObject| ModelObject { id: format!("{CLAUDE_PREFIX}{}", model.id), ..model.clone() };
         let aliases: Vec<_> = models.iter().map(alias).collect();
         models.extend(aliases);
@@ -105,12 +121,14 @@ pub async fn models(
 pub async fn model(
     State(state): State<Arc<ServerState>>,
     Path(id): Path<String>,
+    headers: HeaderMap,
 ) -> Result<Json<ModelObject>, ApiError> {
     let served = state.models.current_id().unwrap_or_default();
     let id = id.trim_end_matches('/');
     let mut models = list(&state).await?.into_iter();
     let known = models.find(|model| model.id == plain_name(id)).ok_or_else(|| ApiError::no_such_model(id, &served))?;
-    Ok(Json(ModelObject { id: id.to_owned(), ..known }))
+    let capabilities = known.capabilities.filter(|_| !headers.contains_key(ANTHROPIC_VERSION));
+    Ok(Json(ModelObject { id: id.to_owned(), capabilities, ..known }))
 }
 
 /// `GET /api/v0/models`: LM Studio's list, with context and capabilities.

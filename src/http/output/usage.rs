@@ -70,10 +70,12 @@ pub struct AnswerTimings {
     /// Number of prompt tokens that were evaluated.
     pub prompt_n: usize,
     pub prompt_ms: f64,
+    pub prompt_per_token_ms: f64,
     pub prompt_per_second: f64,
     /// Number of generated tokens.
     pub predicted_n: usize,
     pub predicted_ms: f64,
+    pub predicted_per_token_ms: f64,
     pub predicted_per_second: f64,
     pub drafted_tokens: usize,
     pub accepted_tokens: usize,
@@ -88,12 +90,15 @@ pub struct AnswerTimings {
 impl AnswerTimings {
     fn add(&mut self, choice: Self) {
         let per_second = |count: usize, ms: f64| if ms > 0.0 { count as f64 * 1e3 / ms } else { 0.0 };
+        let per_token_ms = |count: usize, ms: f64| if count > 0 { ms / count as f64 } else { 0.0 };
         self.cache_n += choice.cache_n;
         self.prompt_n += choice.prompt_n;
         self.prompt_ms += choice.prompt_ms;
+        self.prompt_per_token_ms = per_token_ms(self.prompt_n, self.prompt_ms);
         self.prompt_per_second = per_second(self.prompt_n, self.prompt_ms);
         self.predicted_n += choice.predicted_n;
         self.predicted_ms += choice.predicted_ms;
+        self.predicted_per_token_ms = per_token_ms(self.predicted_n, self.predicted_ms);
         self.predicted_per_second = per_second(self.predicted_n, self.predicted_ms);
         self.drafted_tokens += choice.drafted_tokens;
         self.accepted_tokens += choice.accepted_tokens;
@@ -148,9 +153,11 @@ mod tests {
             cache_n: 3,
             prompt_n: 27,
             prompt_ms: 9.0,
+            prompt_per_token_ms: 9.0 / 27.0,
             prompt_per_second: 3000.0,
             predicted_n: 15,
             predicted_ms: 30.0,
+            predicted_per_token_ms: 2.0,
             predicted_per_second: 500.0,
             drafted_tokens: 21,
             accepted_tokens: 9,

@@ -37,6 +37,20 @@ pub async fn compact(server: Generator, body: Body) -> Result<Response, ApiError
     Ok(body_guard::hold(response, kept_permit))
 }
 
+/// Gives a kept message the fields that OpenAI's API returns.
+fn complete(message: &mut Value) {
+    message["type"] = "message".into();
+    if message["id"].is_null() {
+        message["id"] = format!("msg_{}", unique_id()).into();
+    }
+    if message["status"].is_null() {
+        message["status"] = "completed".into();
+    }
+    if let Some(text) = message["content"].as_str() {
+        message["content"] = json!([{"type": "input_text", "text": text}]);
+    }
+}
+
 /// Writes the compacted conversation. The answer is never streamed.
 struct CompactionRenderer {
     /// The user messages.
@@ -57,7 +71,9 @@ impl Renderer for CompactionRenderer {
         let text = AnswerText::new(deltas).content;
         let summary = json!({"id": format!("cmp_{}", unique_id()), "type": "compaction",
                              "encrypted_content": format!("{ENCRYPTED_PREFIX}{text}")});
-        let output: Vec<Value> = self.kept.into_iter().chain([summary]).collect();
+        let mut output = self.kept;
+        output.iter_mut().for_each(complete);
+        output.push(summary);
         let body = json!({"id": format!("resp_{}", unique_id()), "object": "response.compaction",
                           "created_at": unix_seconds(), "output": output, "usage": usage_object(&usage)});
         output::json(&body)
