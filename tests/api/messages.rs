@@ -202,6 +202,55 @@ async fn thinking_is_off_unless_requested() {
 }
 
 #[tokio::test]
+async fn omitted_thinking_is_only_in_the_signature() {
+    let server = Server::saying(THINKS).await;
+    let display = |display: &str| {
+        with(question(), json!({"thinking": {"type": "enabled", "budget_tokens": 1024, "display": display}}))
+    };
+    let whole = server.ask(PATH, &display("summarized")).await;
+    assert_eq!(whole["content"][0]["thinking"], "12 + 7 is 19.");
+    let body = server.ask(PATH, &display("omitted")).await;
+    let events = stream(&server, &display("omitted")).await;
+    assert!(!json!([body, events]).to_string().contains("12 + 7 is 19."), "{events:?}");
+    assert!(!events.iter().any(|event| event["delta"]["type"] == "thinking_delta"), "{events:?}");
+    assert_eq!(without_ids(accumulate(&events)), without_ids(body.clone()));
+    assert_eq!((&body["content"][0]["thinking"], &body["content"][1]), (&json!(""), &whole["content"][1]));
+    // The client sends the block back, and the prompt is that of the whole thinking.
+    let count = async |answer: &Value| {
+        let result = json!([{"type": "tool_result", "tool_use_id": "t", "content": "r"}]);
+        let messages = json!([{"role": "user", "content": "x"}, {"role": "assistant", "content": answer["content"]},
+                              {"role": "user", "content": result}]);
+        server.ask("/v1/messages/count_tokens", &json!({"messages": messages})).await["input_tokens"].as_u64().unwrap()
+    };
+    let kept = count(&body).await;
+    assert_eq!(kept, count(&whole).await);
+    let mut without = body;
+    without["content"][0]["signature"] = "x".into();
+    assert!(count(&without).await < kept);
+    let refused = server.post(PATH, &display("hidden")).await;
+    assert!(refused.status == 400 && refused.text().await.contains("thinking.display"));
+}
+
+#[tokio::test]
+async fn counting_checks_the_whole_request() {
+    let server = Server::saying("Hello.").await;
+    for (more, field) in [
+        (json!({"tool_choice": {"type": "tool", "name": "none"}}), "tool_choice.name"),
+        (json!({"tool_choice": {"type": "sometimes"}}), "tool_choice.type"),
+        (json!({"tool_choice": {"type": "any"}}), "tool_choice"),
+        (json!({"output_config": {"format": {"type": "xml"}}}), "output_config.format.type"),
+        (json!({"output_format": {"type": "json_schema"}}), "output_config.format.schema"),
+        (json!({"output_config": {"effort": "much"}}), "output_config.effort"),
+    ] {
+        let body = with(json!({"messages": [{"role": "user", "content": "x"}]}), more);
+        let answer = server.post("/v1/messages/count_tokens", &body).await;
+        let status = answer.status;
+        let text = answer.text().await;
+        assert!(status == 400 && text.contains(field), "{body}: {text}");
+    }
+}
+
+#[tokio::test]
 async fn billing_header_is_not_in_the_prompt() {
     let server = Server::saying("Hello.").await;
     let count = async |header: &str| {

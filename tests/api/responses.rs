@@ -266,8 +266,6 @@ async fn response_continues_a_stored_response() {
 
     let path = format!("{PATH}/{}", first["id"].as_str().unwrap());
     assert_eq!(server.get(&path).await.json().await, first);
-    let streamed = server.get(&format!("{path}?stream=true&starting_after=1")).await;
-    assert_eq!((streamed.status, streamed.json().await["error"]["param"].clone()), (400, json!("stream")));
     assert_eq!(server.send("DELETE", &path, &[], None).await.json().await["deleted"], true);
     assert_eq!(server.get(&path).await.status, 404);
     assert_eq!(server.send("DELETE", &path, &[], None).await.status, 404);
@@ -292,8 +290,54 @@ async fn input_tokens_are_those_of_the_response() {
         let used = &server.ask(PATH, &body).await["usage"]["input_tokens"];
         assert_eq!(counted, json!({"object": "response.input_tokens", "input_tokens": used}), "{body}");
     }
-    let refused = server.post("/v1/responses/input_tokens", &json!({"input": 5})).await;
-    assert_eq!((refused.status, refused.json().await["error"]["param"].clone()), (400, json!("input")));
+    for (more, param) in [
+        (json!({"input": 5}), "input"),
+        (json!({"tool_choice": {"type": "function", "name": "none"}}), "tool_choice.name"),
+        (json!({"tool_choice": "sometimes"}), "tool_choice"),
+        (json!({"text": {"format": {"type": "xml"}}}), "text.format.type"),
+        (json!({"text": {"format": "json"}}), "text.format"),
+    ] {
+        let refused = server.post("/v1/responses/input_tokens", &with(question(), more)).await;
+        assert_eq!((refused.status, refused.json().await["error"]["param"].clone()), (400, json!(param)));
+    }
+}
+
+#[tokio::test]
+async fn stored_response_can_be_streamed() {
+    let server = Server::saying(CALLS).await;
+    let summarized = json!({"reasoning": {"summary": "auto"}, "include": ["reasoning.encrypted_content"]});
+    for body in [
+        with(question(), tools()),
+        with(with(question(), tools()), summarized),
+        with(question(), json!({"max_output_tokens": 3})),
+    ] {
+        let original = stream(&server, &body).await;
+        let stored = original.last().unwrap()["response"].clone();
+        let path = format!("{PATH}/{}", stored["id"].as_str().unwrap());
+        let replayed = async |query: &str| {
+            let answer = server.get(&format!("{path}?stream=true{query}")).await;
+            assert_eq!(answer.header("cache-control"), Some("no-cache, no-transform"));
+            let text = answer.text().await;
+            let data = text.split_terminator("\n\n").map(|event| event.split_once("data: ").unwrap().1);
+            data.map(|data| serde_json::from_str(data).unwrap()).collect::<Vec<Value>>()
+        };
+        let all = replayed("").await;
+        assert_eq!(all.last().unwrap()["response"], stored);
+        let mut expected = kinds(&original);
+        expected.dedup();
+        assert_eq!(kinds(&all), expected);
+        let numbers: Vec<_> = all.iter().map(|event| event["sequence_number"].as_u64().unwrap()).collect();
+        assert_eq!(numbers, (0..all.len() as u64).collect::<Vec<_>>());
+        let done = |events: &[Value]| {
+            let done = events.iter().filter(|event| event["type"].as_str().unwrap().ends_with(".done"));
+            done.map(|event| with(event.clone(), json!({"sequence_number": 0}))).collect::<Vec<_>>()
+        };
+        assert_eq!(done(&all), done(&original));
+        assert_eq!(replayed("&starting_after=2").await, all[3..]);
+        let refused = server.get(&format!("{path}?stream=true&starting_after=x")).await;
+        assert_eq!((refused.status, refused.json().await["error"]["param"].clone()), (400, json!("starting_after")));
+    }
+    assert_eq!(server.get(&format!("{PATH}/resp_none?stream=true")).await.status, 404);
 }
 
 #[tokio::test]
@@ -495,6 +539,9 @@ async fn compaction_keeps_user_messages_and_summary() {
     assert_eq!(output.iter().filter(|item| item["role"] == "user").count(), 2);
     let (summary, kept) = output.split_last().unwrap();
     assert_eq!((&summary["type"], kept.len()), (&json!("compaction"), 2));
+    let content = json!([{"type": "input_text", "text": "What is 12+7?"}]);
+    assert_eq!((&kept[0]["type"], &kept[0]["content"]), (&json!("message"), &content));
+    assert!(output.iter().all(|item| item["id"].is_string()), "{compacted}");
     assert!(summary["encrypted_content"].as_str().unwrap().contains("They added 12 and 7."), "{summary}");
     assert!(compacted["usage"]["output_tokens"].as_u64() > Some(0));
     // A client can continue the conversation with the items.

@@ -22,18 +22,18 @@ pub async fn messages(server: Generator, body: Body) -> Result<Response, ApiErro
     if request.common.max_tokens.is_none() {
         return Err(ApiError::invalid("max_tokens", "max_tokens: Field required"));
     }
-    let renderer = MessagesRenderer::new(request.common.model.clone().unwrap_or_default(), request.thinks());
+    let model = request.common.model.clone().unwrap_or_default();
+    let renderer = MessagesRenderer::new(model, request.thinks(), request.omits_thinking());
     let request = request.into_generation(server.state.keep_billing_header)?;
     server.generate(request, permit, renderer).await
 }
 
-/// Counts the tokens of a request's prompt without generating anything.
+/// Counts the tokens of a request's prompt without generating anything. Checks the request as if it were answered.
 pub async fn count_tokens(server: Generator, body: Body) -> Result<Json<Value>, ApiError> {
-    let (mut request, mut permit) = read(&server.state, body).await?;
-    let name = request.common.model.clone();
-    let chat = request.conversation(server.state.keep_billing_header)?;
-    let model = server.model(name.as_deref(), &permit).await?;
-    let tokens = model.count_tokens(&mut permit, chat, &server.state.image_urls).await?;
+    let (request, mut permit) = read(&server.state, body).await?;
+    let request = request.into_generation(server.state.keep_billing_header)?;
+    let model = server.model(request.model(), &permit).await?;
+    let tokens = model.count_tokens(&mut permit, request, &server.state.image_urls).await?;
     Ok(Json(json!({"input_tokens": tokens})))
 }
 

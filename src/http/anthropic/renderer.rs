@@ -8,12 +8,13 @@ use crate::http::{
     sse::Frames,
 };
 use axum::response::Response;
+use base64::{Engine, prelude::BASE64_STANDARD};
 use moestro_chat::{json_numbers, parser::Delta};
 use serde_json::{Value, json};
 use std::mem;
 
-/// Signature of every thinking block. The API requires a signature, and clients send it back. This server does not
-/// check signatures.
+/// Signature of a thinking block. The API requires a signature, and clients send it back. This server does not check
+/// signatures.
 const SIGNATURE: &str = "moestro";
 
 pub struct MessagesRenderer {
@@ -28,6 +29,9 @@ pub struct MessagesRenderer {
     index: usize,
     /// Text that came while a tool call's block was open. The text gets a block after the call's block.
     pending: String,
+    /// Text of the open thinking block, if the request omits the text of thinking. The block's signature then has the
+    /// text, so that the client sends it back.
+    omitted: Option<String>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -38,8 +42,16 @@ enum BlockKind {
 }
 
 impl MessagesRenderer {
-    pub fn new(model: String, in_reasoning: bool) -> Self {
-        Self { id: format!("msg_{}", unique_id()), model, in_reasoning, open: None, index: 0, pending: String::new() }
+    pub fn new(model: String, in_reasoning: bool, omits_thinking: bool) -> Self {
+        Self {
+            id: format!("msg_{}", unique_id()),
+            model,
+            in_reasoning,
+            open: None,
+            index: 0,
+            pending: String::new(),
+            omitted: omits_thinking.then(String::new),
+        }
     }
 
     fn message(&self, content: &[Value], finished: Option<&Finished>, usage: &Usage) -> Value {
@@ -69,7 +81,10 @@ impl MessagesRenderer {
 
     fn thinking(&mut self, frames: &Frames, text: &str) {
         self.open(frames, BlockKind::Thinking, || json!({"type": "thinking", "thinking": "", "signature": ""}));
-        self.delta(frames, json!({"type": "thinking_delta", "thinking": text}));
+        match &mut self.omitted {
+            Some(omitted) if !text.is_empty() => omitted.push_str(text),
+            _ => self.delta(frames, json!({"type": "thinking_delta", "thinking": text})),
+        }
     }
 
     fn text(&mut self, frames: &Frames, text: &str) {
@@ -85,7 +100,8 @@ impl MessagesRenderer {
     fn close(&mut self, frames: &Frames) {
         let Some(kind) = self.open.take() else { return };
         if kind == BlockKind::Thinking {
-            self.delta(frames, json!({"type": "signature_delta", "signature": SIGNATURE}));
+            let omitted = self.omitted.as_mut().map(mem::take);
+            self.delta(frames, json!({"type": "signature_delta", "signature": signature(omitted.as_deref())}));
         }
         frames.event("content_block_stop", &json!({"type": "content_block_stop", "index": self.index}));
         self.index += 1;
@@ -98,6 +114,10 @@ impl MessagesRenderer {
 }
 
 impl Renderer for MessagesRenderer {
+    fn keeps_output(&self) -> bool {
+        self.omitted.is_some()
+    }
+
     fn refuse(frames: &Frames, error: &ApiError) {
         frames.event("error", &error_object(error));
     }
@@ -159,19 +179,34 @@ impl Renderer for MessagesRenderer {
     fn body(self, answers: Vec<(Output, Finished)>, usage: Usage) -> Response {
         let (deltas, finished): (Vec<_>, Vec<_>) =
             answers.into_iter().map(|(output, finished)| (output.deltas, finished)).unzip();
-        let content = blocks(deltas.into_iter().flatten());
+        let content = blocks(deltas.into_iter().flatten(), self.omitted.is_some());
         output::json(&self.message(&content, finished.first(), &usage))
     }
 }
 
+/// Signature of a thinking block. The signature of a block without its text has the text.
+fn signature(omitted: Option<&str>) -> String {
+    omitted.map_or(SIGNATURE.to_owned(), |text| format!("{SIGNATURE}:{}", BASE64_STANDARD.encode(text)))
+}
+
+/// The text of a thinking block that was sent without its text. Empty if the signature is not this server's.
+pub fn omitted_thinking(signature: &Value) -> String {
+    let encoded = signature.as_str().and_then(|text| text.strip_prefix(SIGNATURE)?.strip_prefix(':'));
+    let decoded = encoded.and_then(|encoded| BASE64_STANDARD.decode(encoded).ok());
+    decoded.and_then(|text| String::from_utf8(text).ok()).unwrap_or_default()
+}
+
 /// The content blocks of a whole answer.
-fn blocks(deltas: impl IntoIterator<Item = Delta>) -> Vec<Value> {
+fn blocks(deltas: impl IntoIterator<Item = Delta>, omits_thinking: bool) -> Vec<Value> {
     let mut blocks = Vec::<Value>::new();
     let mut calls = Vec::<(usize, String)>::new();
     for delta in deltas {
         match delta {
+            Delta::Reasoning(text) if omits_thinking => {
+                blocks.push(json!({"type": "thinking", "thinking": "", "signature": signature(Some(&text))}));
+            }
             Delta::Reasoning(text) => {
-                blocks.push(json!({"type": "thinking", "thinking": text, "signature": SIGNATURE}))
+                blocks.push(json!({"type": "thinking", "thinking": text, "signature": signature(None)}));
             }
             // Text that came inside a call and the text after the call form one block.
             Delta::Content(text) => match blocks.last_mut().and_then(|block| block.get_mut("text")) {
@@ -273,6 +308,16 @@ mod tests {
             json!({"type": "tool_use", "id": "1", "name": "f", "input": {"x": 1}}),
             json!({"type": "text", "text": "stray"}),
         ];
-        assert_eq!(blocks(deltas), expected);
+        assert_eq!(blocks(deltas, false), expected);
+    }
+
+    #[test]
+    fn omitted_thinking_is_in_the_signature() {
+        let found = blocks([Delta::Reasoning("hm é".into()), Delta::Content("a".into())], true);
+        assert_eq!((&found[0]["thinking"], &found[1]["text"]), (&json!(""), &json!("a")));
+        assert_eq!(omitted_thinking(&found[0]["signature"]), "hm é");
+        for other in [json!(SIGNATURE), json!("moestro:*"), json!("EqQB"), json!(5), Value::Null] {
+            assert_eq!(omitted_thinking(&other), "", "{other}");
+        }
     }
 }

@@ -2,11 +2,12 @@
 
 use crate::http::{
     ApiError,
+    anthropic::renderer::omitted_thinking,
     openai::{CommonFields, OneOrMany},
     request::{
         ChatPrompt, GenerationRequest, ImagePart, PartFormat, PromptInput, RequestedFormat,
         content_parts::{MessageOrigin, new_messages},
-        continue_final,
+        continue_final, messages,
         response_format::FormatField,
         sampling_params as params, thinking,
         tools::{self, ToolChoice},
@@ -53,6 +54,8 @@ struct AnthropicThinking {
     #[serde(rename = "type")]
     kind: String,
     budget_tokens: Option<i64>,
+    /// `omitted` if the answer has no text in its thinking blocks, else `summarized`.
+    display: Option<String>,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -72,6 +75,11 @@ impl MessagesRequest {
     /// True if the request asks for thinking.
     pub fn thinks(&self) -> bool {
         self.thinking.as_ref().is_some_and(|thinking| ["enabled", "adaptive"].contains(&&*thinking.kind))
+    }
+
+    /// True if the answer has no text in its thinking blocks.
+    pub fn omits_thinking(&self) -> bool {
+        self.thinking.as_ref().is_some_and(|thinking| thinking.display.as_deref() == Some("omitted"))
     }
 
     pub fn into_generation(mut self, keep_billing_header: bool) -> Result<GenerationRequest, ApiError> {
@@ -106,8 +114,8 @@ impl MessagesRequest {
         })
     }
 
-    /// Translates the conversation. The fields that only the answer needs are not checked.
-    pub fn conversation(&mut self, keep_billing_header: bool) -> Result<ChatPrompt, ApiError> {
+    /// Translates the conversation.
+    fn conversation(&mut self, keep_billing_header: bool) -> Result<ChatPrompt, ApiError> {
         let mut messages = Vec::new();
         if let Some(system) = self.system.take().filter(|system| !system.is_null()) {
             let text = system_text(&system, keep_billing_header)?;
@@ -141,6 +149,10 @@ impl MessagesRequest {
         let tools = tools.collect::<Result<Vec<_>, _>>()?;
         if let Some(other) = thinking.filter(|kind| !["enabled", "adaptive", "disabled"].contains(kind)) {
             return Err(ApiError::not_allowed("thinking.type", other, "`enabled`, `adaptive` or `disabled`"));
+        }
+        let display = self.thinking.as_ref().and_then(|thinking| thinking.display.as_deref());
+        if let Some(other) = display.filter(|display| !["summarized", "omitted"].contains(display)) {
+            return Err(ApiError::not_allowed("thinking.display", other, "`summarized` or `omitted`"));
         }
         let mut prompt = ChatPrompt::new(messages, continues, tools, tool_path)?;
         match thinking {
@@ -258,14 +270,23 @@ fn assistant(blocks: &[Value], at: &str) -> Result<Message<ImagePart>, ApiError>
     for (index, block) in blocks.iter().enumerate() {
         let at = format!("{at}[{index}]");
         match block["type"].as_str() {
-            Some("thinking") => reasoning += block["thinking"].as_str().unwrap_or_default(),
+            Some("thinking") => match block["thinking"].as_str() {
+                Some(text) if !text.is_empty() => reasoning += text,
+                _ => reasoning += &omitted_thinking(&block["signature"]),
+            },
             // The block is encrypted. Only Anthropic can read the text.
             Some("redacted_thinking") => {}
             Some("tool_use") => {
-                let (Some(name), Value::Object(input)) = (block["name"].as_str(), &block["input"]) else {
+                let input = match &block["input"] {
+                    input @ Value::Object(_) => Some(input.clone()),
+                    Value::String(text) => Some(messages::parse_arguments(text)),
+                    Value::Null => Some(json!({})),
+                    _ => None,
+                };
+                let (Some(name), Some(input)) = (block["name"].as_str(), input) else {
                     return Err(ApiError::wrong_type(at, "must have a name and an input, which is an object."));
                 };
-                calls.push(ToolCall::new(block["id"].clone(), name, input.clone().into()));
+                calls.push(ToolCall::new(block["id"].clone(), name, input));
             }
             Some(kind) if is_server_call(kind) => {}
             _ => content += &BLOCKS.part_text(block, &at, false)?,

@@ -23,7 +23,9 @@ pub trait Renderer: Send + 'static {
     const LOGPROB_BYTES: usize = memory::LOGPROB_BYTES;
 
     /// True if a stream keeps its text and log-probabilities until its end.
-    const KEEPS_OUTPUT: bool = false;
+    fn keeps_output(&self) -> bool {
+        false
+    }
 
     /// Memory of the request that the renderer holds, in addition to the request's permit.
     fn held_bytes(&self) -> usize {
@@ -195,7 +197,7 @@ async fn write<R: Renderer>(
                 Update::Progress(progress) if reports_progress => renderer.progress(frames, progress),
                 Update::Idle | Update::Progress(_) => {}
                 Update::Output(output) => {
-                    if R::KEEPS_OUTPUT {
+                    if renderer.keeps_output() {
                         grow::<R>(&mut permit, &output)?;
                     }
                     renderer.output(frames, index, &output);

@@ -5,7 +5,7 @@ use crate::http::{
     layers::{MemoryPermit, RequestLog, memory},
     models::LoadedModel,
     openai::{CompletionPrompt, TextOrIds},
-    request::{ChatPrompt, ImageUrls, sampling_params as params},
+    request::{ChatPrompt, GenerationRequest, ImageUrls, PromptInput, sampling_params as params},
 };
 use moestro_chat::{Conversation, Message, Speaker, Tokenizer, message_ends};
 use moestro_engine::{Boundary, BoundaryKind, Image};
@@ -36,13 +36,19 @@ impl LoadedModel {
         Ok((prompt, images, chat))
     }
 
-    /// Number of tokens of a conversation's prompt.
+    /// Number of tokens of a request's prompt.
     pub async fn count_tokens(
         self: &Arc<Self>,
         permit: &mut MemoryPermit,
-        chat: ChatPrompt,
+        request: GenerationRequest,
         urls: &Arc<ImageUrls>,
     ) -> Result<usize, ApiError> {
+        let chat = match request.prompt {
+            PromptInput::Chat(chat) => chat,
+            PromptInput::Text(prompt) => {
+                return Ok(self.encode_all(permit, prompt, 1).await?.iter().map(Vec::len).sum());
+            }
+        };
         let (prompt, images, chat) = self.render(permit, chat, urls, None).await?;
         let (ids, _) = self.tokenize(permit, prompt, usize::MAX).await?;
         let (ids, _) = self.place_images(ids, images, chat.param)?;

@@ -16,17 +16,26 @@ pub use compact::compact;
 pub use input_items::input_items;
 pub use store::ResponseStore;
 
-use crate::http::{ApiError, ServerState, generate::Generator, layers::body_guard};
+use crate::http::{
+    ApiError, ServerState,
+    generate::Generator,
+    layers::{body_guard, memory},
+    request::body,
+    sse::{self, Frames, StreamFormat},
+};
 use axum::{
     Json,
     body::Body,
-    extract::{Path, RawQuery, State},
-    http::header,
+    extract::{Path, Query, State},
+    http::{Uri, header},
     response::{IntoResponse, Response},
 };
 use renderer::ResponsesRenderer;
 use serde_json::{Value, json};
-use std::sync::Arc;
+use std::{collections::BTreeMap, sync::Arc};
+
+/// Number of times that a stored response is in memory while it is sent as a stream: as values, and in its events.
+const STREAM_COPIES: usize = 6;
 
 pub async fn responses(server: Generator, body: Body) -> Result<Response, ApiError> {
     let (request, history, input, permit) = request::read(&server.state, body).await?;
@@ -38,27 +47,37 @@ pub async fn responses(server: Generator, body: Body) -> Result<Response, ApiErr
     Ok(body_guard::hold(response, renderer_permit))
 }
 
-/// Counts the tokens of a request's prompt without generating anything.
+/// Counts the tokens of a request's prompt without generating anything. Checks the request as if it were answered.
 pub async fn input_tokens(server: Generator, body: Body) -> Result<Json<Value>, ApiError> {
-    let (mut request, history, input, mut permit) = request::read(&server.state, body).await?;
-    let name = request.common.model.clone();
-    let chat = request.conversation(history, input)?;
-    let model = server.model(name.as_deref(), &permit).await?;
-    let tokens = model.count_tokens(&mut permit, chat, &server.state.image_urls).await?;
+    let (request, history, input, mut permit) = request::read(&server.state, body).await?;
+    let request = request.into_generation(history, input)?;
+    let model = server.model(request.model(), &permit).await?;
+    let tokens = model.count_tokens(&mut permit, request, &server.state.image_urls).await?;
     Ok(Json(json!({"object": "response.input_tokens", "input_tokens": tokens})))
 }
 
+/// Sends a stored response: as one JSON object, or as a stream with `?stream=true`. A stream that `starting_after` names
+/// an event of begins after that event.
 pub async fn get(
     State(state): State<Arc<ServerState>>,
     Path(id): Path<String>,
-    RawQuery(query): RawQuery,
+    uri: Uri,
 ) -> Result<Response, ApiError> {
-    if query.is_some_and(|query| query.split('&').any(|pair| pair == "stream=true")) {
-        let text = "stream is not supported: a stored response is sent as one JSON object.";
-        return Err(ApiError::unsupported("stream", text));
-    }
     let text = state.responses.get(&id).ok_or_else(|| ApiError::no_such_response(&id, "response_id"))?;
-    Ok(([(header::CONTENT_TYPE, "application/json")], text).into_response())
+    let query = Query::<BTreeMap<String, String>>::try_from_uri(&uri).unwrap_or_default().0;
+    if query.get("stream").is_none_or(|stream| stream != "true") {
+        return Ok(([(header::CONTENT_TYPE, "application/json")], text).into_response());
+    }
+    let first_event = match query.get("starting_after").map(|number| number.parse::<u64>()) {
+        None => 0,
+        Some(Ok(number)) => number.saturating_add(1),
+        Some(Err(_)) => return Err(ApiError::wrong_value("starting_after", "must be the number of an event.")),
+    };
+    let mut permit = state.memory.permit();
+    permit.grow(memory::parsed_bytes(&text) * STREAM_COPIES)?;
+    let stored: Value = body::parse(&text)?;
+    let write = |frames: Frames| async move { renderer::replay(state, stored, first_event, &frames) };
+    Ok(body_guard::hold(sse::respond(StreamFormat::Events, write), permit))
 }
 
 pub async fn delete(State(state): State<Arc<ServerState>>, Path(id): Path<String>) -> Result<Json<Value>, ApiError> {

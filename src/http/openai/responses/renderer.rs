@@ -39,6 +39,8 @@ pub struct ResponsesRenderer {
     logprobs: Vec<Value>,
     /// Number of the next event.
     sequence: u64,
+    /// Number of the first event that is written.
+    first_event: u64,
     /// True if reasoning is sent as the summary.
     has_summary: bool,
     /// True if reasoning items include `encrypted_content`.
@@ -112,6 +114,7 @@ impl ResponsesRenderer {
             pending: String::new(),
             logprobs: Vec::new(),
             sequence: 0,
+            first_event: 0,
             has_summary: summary.is_some(),
             has_encrypted: request.includes(ENCRYPTED_REASONING),
             namespaces: request.namespaces(),
@@ -168,8 +171,11 @@ impl ResponsesRenderer {
             ItemKind::Message => "msg",
             ItemKind::Call { .. } => "fc",
         };
-        let mut item =
-            OpenItem { id: format!("{prefix}_{}", unique_id()), kind, text: String::new(), logprobs: json!([]) };
+        self.begin_item(frames, format!("{prefix}_{}", unique_id()), kind);
+    }
+
+    fn begin_item(&mut self, frames: Option<&Frames>, id: String, kind: ItemKind) {
+        let mut item = OpenItem { id, kind, text: String::new(), logprobs: json!([]) };
         let added = self.item_object(&item, json!([]), "in_progress");
         self.emit(frames, "response.output_item.added", json!({"output_index": self.output.len(), "item": added}));
         self.emit_part(frames, &mut item, "added");
@@ -293,8 +299,10 @@ impl ResponsesRenderer {
         if let Some(frames) = frames {
             fields["type"] = event.into();
             fields["sequence_number"] = self.sequence.into();
+            if self.sequence >= self.first_event {
+                frames.event(event, &fields);
+            }
             self.sequence += 1;
-            frames.event(event, &fields);
         }
         fields
     }
@@ -326,10 +334,70 @@ impl ResponsesRenderer {
     }
 }
 
+/// Writes a stored response as a stream: the events of its answer, with one delta for each text. The events before
+/// `first_event` are left out.
+pub fn replay(state: Arc<ServerState>, mut stored: Value, first_event: u64, frames: &Frames) {
+    let items = stored["output"].take();
+    let mut response = stored.clone();
+    response["status"] = "in_progress".into();
+    response["output"] = json!([]);
+    response["incomplete_details"] = Value::Null;
+    response["completed_at"] = Value::Null;
+    response["usage"] = Value::Null;
+    let mut renderer = ResponsesRenderer {
+        state,
+        tokenizer: None,
+        response,
+        output: Vec::new(),
+        open: None,
+        pending: String::new(),
+        logprobs: Vec::new(),
+        sequence: 0,
+        first_event,
+        has_summary: false,
+        has_encrypted: false,
+        namespaces: BTreeMap::new(),
+        stored_input: None,
+    };
+    renderer.start(frames, Usage::default());
+    for item in items.as_array().into_iter().flatten() {
+        renderer.replay_item(frames, item);
+    }
+    stored["output"] = items;
+    let event = format!("response.{}", stored["status"].as_str().unwrap_or("completed"));
+    renderer.response = stored;
+    renderer.emit_response(Some(frames), &event);
+}
+
+impl ResponsesRenderer {
+    fn replay_item(&mut self, frames: &Frames, item: &Value) {
+        let string = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+        self.has_encrypted = item["encrypted_content"].is_string();
+        self.has_summary = item["summary"].as_array().is_some_and(|summary| !summary.is_empty());
+        let part = if self.has_summary { &item["summary"][0] } else { &item["content"][0] };
+        let text = string(if item["type"] == "function_call" { &item["arguments"] } else { &part["text"] });
+        let kind = match item["type"].as_str() {
+            Some("reasoning") => ItemKind::Reasoning,
+            Some("function_call") => ItemKind::Call {
+                call_id: string(&item["call_id"]),
+                name: string(&item["name"]),
+                namespace: item["namespace"].as_str().map(str::to_owned),
+            },
+            _ => ItemKind::Message,
+        };
+        self.begin_item(Some(frames), string(&item["id"]), kind);
+        self.logprobs = part["logprobs"].as_array().cloned().unwrap_or_default();
+        self.push_text(Some(frames), &text);
+        self.close_item(Some(frames), item["status"].as_str().unwrap_or("completed"));
+    }
+}
+
 impl Renderer for ResponsesRenderer {
     const LOGPROB_BYTES: usize = memory::RESPONSES_LOGPROB_BYTES;
 
-    const KEEPS_OUTPUT: bool = true;
+    fn keeps_output(&self) -> bool {
+        true
+    }
 
     fn held_bytes(&self) -> usize {
         self.bytes()

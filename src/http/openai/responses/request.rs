@@ -166,7 +166,9 @@ impl ResponsesRequest {
 
     /// Translates the request. `history` has the items of earlier responses, and `input` has the items of this request.
     pub fn into_generation(mut self, history: Vec<Value>, input: Vec<Value>) -> Result<GenerationRequest, ApiError> {
+        let thinking = self.thinking()?;
         let mut prompt = self.conversation(history, input)?;
+        prompt.set_thinking(thinking.enabled);
         let parallel = self.parallel_tool_calls.unwrap_or(true);
         let choice = self.tool_choice.as_ref().filter(|choice| !choice.is_null());
         let choice = choice.map_or(Ok(ToolChoice::Auto(None)), |choice| tool_choice(choice, &prompt.tools))?;
@@ -182,7 +184,7 @@ impl ResponsesRequest {
             max_tokens: params::token_limit("max_output_tokens", self.max_output_tokens, 1)?,
             logprobs: logprobs.map(|top| params::alternatives("top_logprobs", top)).transpose()?,
             format,
-            thinking_budget: self.thinking()?.budget,
+            thinking_budget: thinking.budget,
             parallel_tool_calls: parallel,
             ..GenerationRequest::new(common, stops, PromptInput::Chat(prompt))
         })
@@ -193,8 +195,8 @@ impl ResponsesRequest {
         effort.map_or(Ok(Thinking::default()), |word| thinking::effort("reasoning.effort", word))
     }
 
-    /// Translates the conversation. Most fields that only the answer needs are not checked.
-    pub fn conversation(&mut self, mut items: Vec<Value>, input: Vec<Value>) -> Result<ChatPrompt, ApiError> {
+    /// Translates the conversation.
+    fn conversation(&mut self, mut items: Vec<Value>, input: Vec<Value>) -> Result<ChatPrompt, ApiError> {
         if self.top_logprobs.is_some_and(|top| top != 0) && !self.includes(LOGPROBS) {
             return Err(ApiError::wrong_value("top_logprobs", format!("is only allowed if include has `{LOGPROBS}`.")));
         }
@@ -206,13 +208,11 @@ impl ResponsesRequest {
         let new = input.len();
         items.extend(input);
         messages.extend(items::to_messages(&items, new)?);
-        let thinking = self.thinking()?;
         if messages.is_empty() {
             return Err(ApiError::wrong_value("input", "is empty; it must have at least one message."));
         }
         let mut prompt = ChatPrompt::new(messages, false, tools, tool_path)?;
         prompt.param = "input";
-        prompt.set_thinking(thinking.enabled);
         Ok(prompt)
     }
 }
