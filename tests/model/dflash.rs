@@ -110,7 +110,7 @@ fn incomplete_or_foreign_draft_is_rejected() {
     for (from, to, word) in [
         ("\"num_hidden_layers\": 3", "\"num_hidden_layers\": 2", "layer_types"),
         ("\"intermediate_size\": 128", "\"intermediate_size\": 96", "expected floats"),
-        ("   4,\n   5\n", "   4\n", "language_model.fc"),
+        ("   4,\n   5\n", "   4\n", "fc.weight"),
         ("\"num_target_layers\": 8", "\"num_target_layers\": 40", "another model"),
         ("\"vocab_size\": 96", "\"vocab_size\": 128", "another model"),
         ("DFlashDraftModel", "DFlash2DraftModel", "conv_kernel_size"),

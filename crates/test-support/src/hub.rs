@@ -55,6 +55,8 @@ pub struct HubState {
     pub shifts_ranges: bool,
     /// If true, the hub sends files with an additional byte.
     pub grows_files: bool,
+    /// If true, the hub leaves out the header `Content-Range`.
+    pub hides_ranges: bool,
 }
 
 #[derive(Clone)]
@@ -138,7 +140,7 @@ impl TestHub {
             );
             return;
         }
-        let (_, name) = path.split_once("/resolve/").and_then(|(_, rest)| rest.rsplit_once('/')).unwrap_or_default();
+        let (_, name) = path.split_once("/resolve/").and_then(|(_, rest)| rest.split_once('/')).unwrap_or_default();
         let name = name.to_string();
         let Some(mut bytes) = state.files.get(&name).cloned() else {
             let _ = write!(stream, "HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n");
@@ -164,12 +166,11 @@ impl TestHub {
             }
         }
         let partial = if state.ignores_ranges { "200 OK" } else { "206 Partial Content" };
+        let range = format!("Content-Range: bytes {}-{}/{}\r\n", from + shift, to.saturating_sub(1), bytes.len());
         let _ = write!(
             stream,
-            "HTTP/1.1 {partial}\r\nETag: \"{etag}\"\r\nX-Repo-Commit: {commit}\r\nContent-Range: bytes {}-{}/{}\r\nContent-Length: {}\r\nConnection: close\r\n\r\n",
-            from + shift,
-            to.saturating_sub(1),
-            bytes.len(),
+            "HTTP/1.1 {partial}\r\nETag: \"{etag}\"\r\nX-Repo-Commit: {commit}\r\n{}Content-Length: {}\r\nConnection: close\r\n\r\n",
+            if state.hides_ranges { "" } else { &range },
             part.len()
         );
         let disconnect = state.disconnects.iter().position(|(file, _)| *file == name).filter(|_| to != from + 1);

@@ -1,10 +1,10 @@
 //! [`Hub`] downloads checkpoints from the Hugging Face hub into the Hugging Face cache, which other programs share.
 //!
-//! A download contains only the files that a model needs: the safetensors files listed in the index (or
-//! `model*.safetensors` if there is no index) and a few small files. All files come from one commit. The size of every
+//! A download contains only the files that a model needs: its [`WeightFiles`] and a few small files. All files come from
+//! one commit. The size of every
 //! file is known before the download starts. Several files are transferred in parallel ([`transfer`]). An interrupted
 //! download is resumed, in the same run or in the next. If the hub reports the SHA-256 of a file, it is verified.
-//! `HF_HOME`, `HF_HUB_CACHE`, `HF_ENDPOINT` and `HF_TOKEN` have their usual meaning.
+//! The variables of huggingface_hub have their usual meaning ([`cache`]).
 //!
 //! Hubs and mirrors are untrusted. Every text that becomes part of a path is validated. A file never becomes larger
 //! than its listed size. The token is never sent to another host.
@@ -12,7 +12,8 @@
 //! The crate `hf-hub` 0.5 uses the same cache layout but does not give these guarantees. The crate uses the ETag and
 //! the commit of a response as parts of paths without validation, and sends the token to the host of a redirect. It
 //! does not verify checksums, limit the size of responses, transfer pieces of a file in parallel, or use the system's
-//! certificate authorities. A listing of the crate has neither sizes nor hashes.
+//! certificate authorities. A listing of the crate has neither sizes nor hashes. Its `Cache` knows only `HF_HOME`, and
+//! reads and writes the commit of a branch without validation. `hf-hub` 1.0 has no build without its network code.
 
 mod cache;
 mod client;
@@ -20,18 +21,13 @@ mod download;
 pub mod listing;
 mod transfer;
 
-use crate::checkpoint::index::{Index, listed_tensors};
-use cache::HubCache;
+use crate::checkpoint::weight_files::{INDEX, WeightFiles};
+use cache::{HubCache, HubPaths};
 use client::{HubClient, MAX_ATTEMPTS, RequestError};
 use download::ModelDownload;
 use listing::{RepoFile, RepoListing};
 use moestro_base::{error::StoreError, platform::os};
-use std::{
-    collections::BTreeSet,
-    env, fs, io,
-    path::{Path, PathBuf},
-    time::Duration,
-};
+use std::{env, fs, io, path::PathBuf, time::Duration};
 use transfer::{DownloadProgress, download_files};
 
 /// Maximum number of bytes per request.
@@ -52,9 +48,10 @@ impl Hub {
     /// The hub and the cache that the environment variables select.
     pub fn from_env() -> Result<Self, StoreError> {
         let no_home = || StoreError::Other("no directory for downloads: neither HF_HOME nor HOME is set".into());
-        let cache = cache::root().ok_or_else(no_home)?;
+        let paths = HubPaths::from_env().ok_or_else(no_home)?;
         let set = |name| env::var(name).ok().filter(|value: &String| !value.is_empty());
-        let token = set("HF_TOKEN").or_else(|| cache::token(&cache));
+        let token = set("HF_TOKEN").or_else(|| set("HUGGING_FACE_HUB_TOKEN")).or_else(|| paths.token());
+        let cache = paths.cache;
         let endpoint = set("HF_ENDPOINT").unwrap_or_else(|| ENDPOINT.into());
         Ok(Self { endpoint, token, cache, retry_delay: Duration::from_secs(1), piece_bytes: PIECE_BYTES })
     }
@@ -62,8 +59,11 @@ impl Hub {
     /// The directory of the model `id` (`org/name`). `None` if the model is not complete on disk. Sends no request.
     pub fn local(&self, id: &str) -> Option<PathBuf> {
         let cache = HubCache::new(&self.cache, id);
-        let dir = cache.snapshot(&cache.commit()?);
-        (dir.join("config.json").exists() && is_complete(&dir)).then_some(dir)
+        let commit = cache.commit()?;
+        let dir = cache.snapshot(&commit);
+        let is_complete = |files: &WeightFiles| files.missing.iter().all(|name| cache.is_absent(&commit, name));
+        let files = WeightFiles::in_dir(&dir).ok().filter(is_complete);
+        (dir.join("config.json").exists() && files.is_some()).then_some(dir)
     }
 
     /// The ids and directories of all complete models.
@@ -106,7 +106,7 @@ impl Hub {
         let small: Vec<(&RepoFile, u64)> =
             listing.small_files().into_iter().map(with_size).collect::<Result<_, StoreError>>()?;
         // Download the index first, because it lists the shards.
-        if let Some(&(index, size)) = small.iter().find(|(file, _)| file.name == listing::INDEX)
+        if let Some(&(index, size)) = small.iter().find(|(file, _)| file.name == INDEX)
             && !download.has(index, size)
         {
             download_files(&download, &[(index, size)], 0, 0, progress)?;
@@ -124,6 +124,8 @@ impl Hub {
         }
         progress(total - missing, total);
         download_files(&download, &needed, total - missing, total, progress)?;
+        let absent = listing.absent(&download.snapshot)?;
+        cache.mark_absent(&listing.sha, &absent).map_err(StoreError::at(&download.snapshot))?;
         // Record the commit last, so that other programs see the revision only when it is complete.
         cache.set_commit(revision, &listing.sha).map_err(StoreError::at(&download.snapshot))?;
         Ok(download.snapshot)
@@ -148,15 +150,6 @@ impl Hub {
         };
         listing.check().map_err(|why| StoreError::Other(format!("{id}: the hub's listing is invalid: {why}")))?;
         Ok(listing)
-    }
-}
-
-/// True if a snapshot has every file that its index lists.
-fn is_complete(dir: &Path) -> bool {
-    match listed_tensors(dir) {
-        Ok(None) => Index::open(dir).is_ok(),
-        Ok(Some(tensors)) => BTreeSet::from_iter(tensors.values()).iter().all(|name| dir.join(name).exists()),
-        Err(_) => false,
     }
 }
 

@@ -1,23 +1,21 @@
 //! [`Index`]: offset, shape and type of each tensor of a checkpoint. Reads and validates only the safetensors headers.
 
-use moestro_base::{
-    error::StoreError,
-    platform::{open_regular_file, read_small_file},
-};
+use super::weight_files::WeightFiles;
+use moestro_base::{error::StoreError, platform::open_regular_file};
 pub use safetensors::Dtype;
 use serde::{
     Deserialize, Deserializer,
     de::{self, IgnoredAny, MapAccess, SeqAccess, Visitor},
 };
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::BTreeMap,
     fmt,
     io::Read,
     marker::PhantomData,
     path::{Path, PathBuf},
 };
 
-/// Maximum size of a header or an index in bytes, as in the safetensors library.
+/// Maximum size of a header in bytes, as in the safetensors library.
 const MAX_HEADER_BYTES: u64 = 100 << 20;
 /// Maximum number of dimensions of a tensor.
 const MAX_DIMENSIONS: usize = 8;
@@ -41,6 +39,12 @@ pub struct Index {
     pub dir: PathBuf,
     pub files: Vec<PathBuf>,
     pub tensors: BTreeMap<String, TensorEntry>,
+    /// Number of [`Index::files`] that certainly belong to the checkpoint. The others are [`WeightFiles::others`].
+    chosen: usize,
+    /// Says how many shards do not exist. `None` if all exist.
+    missing: Option<String>,
+    /// True if the index file belongs to another conversion.
+    ignores_index: bool,
 }
 
 #[derive(Deserialize)]
@@ -112,53 +116,84 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for UniqueMap<T> {
 }
 
 impl Index {
-    /// Reads the headers of the shards listed in `model.safetensors.index.json`. Without that file, reads the headers
-    /// of all `model*.safetensors`.
+    /// Reads the headers of the [`WeightFiles`] in `dir`.
     ///
     /// # Errors
-    /// The directory has no shards. A shard is missing, invalid or truncated. No shard has a tensor that the index file
-    /// lists.
+    /// The directory has no weight files. A weight file is invalid or truncated. Two files have the same tensor.
     pub fn open(dir: &Path) -> Result<Self, StoreError> {
-        let listed = listed_tensors(dir)?;
-        let names = match &listed {
-            Some(map) => map.values().cloned().collect(),
-            None => shards(dir)?,
-        };
-        let not_a_checkpoint = |why| StoreError::NotACheckpoint { path: dir.to_path_buf(), why };
-        let names: BTreeSet<String> = names;
-        if let Some(name) = names.iter().find(|name| !is_plain(name)) {
-            let why = format!("its index names {name:?}, which is not a file of its directory");
-            return Err(not_a_checkpoint(why));
-        }
-        let missing: Vec<&String> = names.iter().filter(|name| !dir.join(name).exists()).collect();
-        if let Some(first) = missing.first() {
-            let count = missing.len();
-            let all = names.len();
-            let why = format!(
-                "{count} of {all} weight files missing, such as {first}; `moestro pull ORG/NAME` downloads them"
-            );
-            return Err(not_a_checkpoint(why));
-        }
-        let mut index = Self { dir: dir.to_path_buf(), files: Vec::new(), tensors: BTreeMap::new() };
-        for name in names {
+        let files = WeightFiles::in_dir(dir)?;
+        let mut index = Self::empty(dir);
+        index.missing = files.describe_missing();
+        index.ignores_index = files.ignores_index;
+        for name in &files.chosen {
             index.add(dir.join(name))?;
         }
-        match listed.unwrap_or_default().into_keys().find(|name| !index.tensors.contains_key(name)) {
-            Some(name) => Err(StoreError::Missing { name, dir: dir.to_path_buf() }),
-            None => Ok(index),
+        index.chosen = index.files.len();
+        for name in &files.others {
+            index.add_other(dir.join(name));
         }
+        Ok(index)
     }
 
     /// Reads the header of a single file of the checkpoint in `dir`.
     pub fn open_file(dir: &Path, path: PathBuf) -> Result<Self, StoreError> {
-        let mut index = Self { dir: dir.to_path_buf(), files: Vec::new(), tensors: BTreeMap::new() };
+        let mut index = Self::empty(dir);
         index.add(path)?;
+        index.chosen = index.files.len();
         Ok(index)
+    }
+
+    fn empty(dir: &Path) -> Self {
+        let files = Vec::new();
+        Self { dir: dir.to_path_buf(), files, tensors: BTreeMap::new(), chosen: 0, missing: None, ignores_index: false }
     }
 
     /// Path of the file that contains a tensor.
     pub fn path(&self, entry: &TensorEntry) -> &Path {
         self.files.get(entry.file).unwrap_or(&self.dir)
+    }
+
+    /// True if the tensor's file may belong to another checkpoint.
+    pub fn is_optional(&self, entry: &TensorEntry) -> bool {
+        entry.file >= self.chosen
+    }
+
+    /// The error for a tensor that no file has.
+    pub fn missing_tensor(&self, name: &str) -> StoreError {
+        let dir = self.dir.clone();
+        match &self.missing {
+            None => StoreError::Missing { name: name.into(), dir },
+            Some(missing) => {
+                let why = format!("{missing}, and no other has {name}; `moestro pull ORG/NAME` downloads them");
+                StoreError::NotACheckpoint { path: dir, why }
+            }
+        }
+    }
+
+    /// Logs that files are missing, although the checkpoint has all tensors that the model needs.
+    pub fn report_missing_files(&self) {
+        let dir = self.dir.display();
+        if let Some(missing) = &self.missing {
+            tracing::warn!(%dir, "{missing}; the model does not need them");
+        }
+        if self.ignores_index {
+            tracing::info!(%dir, "the index names files that do not exist; using the complete files beside it");
+        }
+    }
+
+    /// Adds a file of which it is unknown whether it belongs to the checkpoint. Its tensors are used if the chosen
+    /// files have no tensor of the same name.
+    fn add_other(&mut self, path: PathBuf) {
+        match Self::open_file(&self.dir, path.clone()) {
+            Ok(other) if other.tensors.keys().all(|name| !self.tensors.contains_key(name)) => {
+                let file = self.files.len();
+                self.tensors
+                    .extend(other.tensors.into_iter().map(|(name, entry)| (name, TensorEntry { file, ..entry })));
+                self.files.push(path);
+            }
+            Ok(_) => tracing::debug!(file = %path.display(), "not used: other files have the same tensors"),
+            Err(error) => tracing::debug!(%error, "not used: another file that is not a weight file"),
+        }
     }
 
     fn add(&mut self, path: PathBuf) -> Result<(), StoreError> {
@@ -216,45 +251,4 @@ impl Index {
         self.files.push(path);
         Ok(())
     }
-}
-
-/// True if a name refers to a safetensors file directly in the checkpoint directory.
-fn is_plain(name: &str) -> bool {
-    name.ends_with(".safetensors") && !name.contains(['/', '\0'])
-}
-
-/// Reads the index file: the shard of each tensor. `None` if the checkpoint has no index file.
-pub fn listed_tensors(dir: &Path) -> Result<Option<BTreeMap<String, String>>, StoreError> {
-    #[derive(Deserialize)]
-    struct ShardIndex {
-        weight_map: UniqueMap<String>,
-    }
-    let path = dir.join("model.safetensors.index.json");
-    let text = match read_small_file(&path, MAX_HEADER_BYTES) {
-        Ok(text) => text,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(StoreError::at(&path)(error)),
-    };
-    match serde_json::from_slice::<ShardIndex>(&text) {
-        Ok(weights) => Ok(Some(weights.weight_map.0)),
-        Err(error) => Err(StoreError::NotACheckpoint { path, why: error.to_string() }),
-    }
-}
-
-fn shards(dir: &Path) -> Result<BTreeSet<String>, StoreError> {
-    let io = StoreError::at(dir);
-    let mut names = BTreeSet::new();
-    for entry in std::fs::read_dir(dir).map_err(io)? {
-        if let Ok(name) = entry.map_err(io)?.file_name().into_string()
-            && name.starts_with("model")
-            && name.ends_with(".safetensors")
-        {
-            names.insert(name);
-        }
-    }
-    if names.is_empty() {
-        let why = "it has no model*.safetensors".into();
-        return Err(StoreError::NotACheckpoint { path: dir.to_path_buf(), why });
-    }
-    Ok(names)
 }

@@ -1,6 +1,7 @@
 //! Checkpoints: the files of a model.
 //!
-//! * [`index`]: offset, shape and type of each tensor in the safetensors files. [`names`]: canonical tensor names.
+//! * `weight_files`: chooses the safetensors files of a checkpoint. [`index`]: offset, shape and type of each tensor in
+//!   them. [`names`]: canonical tensor names.
 //! * `quantization`: infers the format of a matrix from its shapes, and compares it with `config.json`.
 //! * [`trunk`]: finds the tensors of each matrix, and loads the weights that stay in memory.
 //! * [`norm_encoding`]: detects by their values whether norms store w or 1 + w.
@@ -22,6 +23,7 @@ pub mod pack;
 mod quantization;
 mod row_table;
 mod trunk;
+mod weight_files;
 
 pub use row_table::{RowFiles, RowTable};
 pub use trunk::{Checkpoint, MatrixLayout, TrunkBuffer, TrunkLoader, expert_pieces, matrix_pieces};

@@ -2,28 +2,25 @@
 //!
 //! Converters differ in the head's file, in its tensor names, and in whether the head's norms store `w` or `w - 1`.
 
-use super::{Checkpoint, index::Index, norm_encoding};
+use super::{
+    Checkpoint,
+    index::Index,
+    names::{MTP, mtp_name},
+    norm_encoding,
+};
 use crate::error::ModelError;
 use moestro_base::error::StoreError;
 use serde_json::Value;
 use std::path::Path;
 
-/// Prefix of the canonical names of the head's tensors.
-pub const PREFIX: &str = "mtp.";
 /// Names of separate head files that converters write, most common first.
 const HEAD_FILES: [&str; 4] =
     ["mtp.safetensors", "mtp/weights.safetensors", "model-mtp.safetensors", "optiq/mtp.safetensors"];
 
-/// The canonical name of a tensor of the head, in a file that also has other tensors. `None` for another tensor.
-fn prefixed_name(name: &str) -> Option<String> {
-    let prefixes = ["mtp.", "model.mtp.", "language_model.mtp."];
-    prefixes.iter().find_map(|prefix| name.strip_prefix(prefix)).map(|rest| format!("{PREFIX}{rest}"))
-}
-
 /// Finds the head of the checkpoint in `dir`: in the shards of `index`, or in a separate file. `None` if there is no
 /// head.
 pub fn find(dir: &Path, index: &Index, config: &Value) -> Result<Option<Checkpoint>, ModelError> {
-    let has = |index: &Index| index.tensors.keys().any(|name| prefixed_name(name).is_some());
+    let has = |index: &Index| index.tensors.keys().any(|name| mtp_name(name).is_some());
     let mut found = has(index).then(|| index.clone());
     let configured = config["mlx_lm_extra_tensors"]["mtp_file"].as_str();
     let plain = configured.filter(|name| !Path::new(name).is_absolute() && !name.split('/').any(|part| part == ".."));
@@ -42,12 +39,12 @@ pub fn open_dir(dir: &Path, config: &Value) -> Result<Checkpoint, ModelError> {
 }
 
 fn open(index: Index, config: &Value) -> Result<Checkpoint, ModelError> {
-    let is_prefixed = index.tensors.keys().any(|name| prefixed_name(name).is_some());
-    let bare = |name: &str| Some(format!("{PREFIX}{name}"));
+    let is_prefixed = index.tensors.keys().any(|name| mtp_name(name).is_some());
+    let bare = |name: &str| Some(format!("{MTP}{name}"));
     // The quantization table describes the trunk. The format of the head may differ, so it is inferred from shapes
     // alone.
     let mut head = if is_prefixed {
-        Checkpoint::open_as(index, &Value::Null, prefixed_name)?
+        Checkpoint::open_as(index, &Value::Null, mtp_name)?
     } else {
         Checkpoint::open_as(index, &Value::Null, bare)?
     };
@@ -64,7 +61,7 @@ fn open(index: Index, config: &Value) -> Result<Checkpoint, ModelError> {
 /// Names of the norms whose values are examined if the head has several residual streams. Includes the norms before
 /// `fc`, because some converters added 1 to only a part of the norms. `None` if the head has a single residual stream.
 fn stream_norms(head: &Checkpoint) -> Option<Vec<String>> {
-    let name = |name: &str| format!("{PREFIX}{name}.weight");
+    let name = |name: &str| format!("{MTP}{name}.weight");
     let streams = [
         "layers.0.attn_hyper_connection.hc_norm",
         "layers.0.mlp_hyper_connection.hc_norm",
@@ -94,7 +91,7 @@ fn are_zero_centred(head: &Checkpoint, config: &Value) -> Result<bool, ModelErro
     let means = |names: [&str; 2]| -> Result<(f32, f32), ModelError> {
         let mut both = [0.0; 2];
         for (mean, name) in both.iter_mut().zip(names) {
-            let name = format!("{PREFIX}layers.0.{name}.weight");
+            let name = format!("{MTP}layers.0.{name}.weight");
             let len = head.get(&name)?.shape.iter().product();
             *mean = head.vector(&name, len)?.iter().sum::<f32>() / len.max(1) as f32;
         }

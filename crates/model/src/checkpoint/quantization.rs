@@ -51,8 +51,9 @@ impl QuantizationTable {
         };
         let default = listed(json);
         let method = json.get("quant_method").and_then(Value::as_str).unwrap_or_default();
-        if default.bits.is_none() && UNSUPPORTED_METHODS.contains(&method) {
-            return Err(format!("the quantization method {method} is not supported; only MLX's methods and fp8 are"));
+        if default.bits.is_none() && UNSUPPORTED_METHODS.contains(&method) && !has_only_fp8_blocks(json) {
+            let supported = format!("only MLX's methods and fp8 in blocks of {FP8_BLOCK} rows and columns are");
+            return Err(format!("the quantization method {method} is not supported; {supported}"));
         }
         let block = json.get("weight_block_size").filter(|_| method == "fp8");
         if block.is_some_and(|block| *block != json!([FP8_BLOCK, FP8_BLOCK])) {
@@ -119,6 +120,17 @@ impl QuantizationTable {
             );
         }
     }
+}
+
+/// True for a table of compressed-tensors in which all weights are FP8 in the blocks of Hugging Face's FP8.
+fn has_only_fp8_blocks(json: &Value) -> bool {
+    let is_fp8 = |group: &Value| {
+        let weights = &group["weights"];
+        weights["type"] == "float"
+            && weights["num_bits"] == 8
+            && weights["block_structure"] == json!([FP8_BLOCK, FP8_BLOCK])
+    };
+    json["config_groups"].as_object().is_some_and(|groups| !groups.is_empty() && groups.values().all(is_fp8))
 }
 
 /// The canonical path of a key of the table. `None` if the matrix does not belong to the text model.

@@ -28,6 +28,13 @@ use std::{
 /// is halfway between the usual mean, 1.75, and 2.75.
 const SHIFTED_TWICE: f32 = 2.25;
 
+/// Number of bytes of two tensors that are compared at once.
+const COMPARED_BYTES: usize = 4 << 20;
+/// Names of tensors that training frameworks save, although they follow from the configuration.
+const DERIVED: [&str; 1] = ["rotary_emb.inv_freq"];
+/// Parts of a matrix in all formats. The first is the codes or values.
+const MATRIX_PARTS: [&str; 6] = ["weight", "scales", "biases", "global_scale", "weight_scale_inv", "weight_scale"];
+
 /// Alignment of trunk tensors in bytes: the size of a cache line.
 const ALIGN: usize = 64;
 
@@ -71,8 +78,7 @@ impl Checkpoint {
         let mut names = BTreeMap::new();
         for found in index.tensors.keys() {
             let Some(name) = name_of(found) else { continue };
-            if let Some(part) = ["tq_packed", "tq_norms", "tq_bits"].iter().find(|part| name.ends_with(**part)) {
-                let why = format!("JANGTQ checkpoints are not supported (it has {part} tensors)");
+            if let Some(why) = foreign_format(found) {
                 return Err(ModelError::Config(why));
             }
             if let Some(other) = names.insert(name, found.clone()) {
@@ -81,7 +87,15 @@ impl Checkpoint {
             }
         }
         let hugging_face = is_hugging_face(&index);
-        let table = QuantizationTable::new(quantization).map_err(ModelError::Config)?;
+        let table = match QuantizationTable::new(quantization) {
+            Ok(table) => table,
+            // A model that was fine-tuned in a quantized form and merged may keep the table.
+            Err(why) if index.tensors.values().all(|entry| float(entry.dtype).is_some()) => {
+                tracing::warn!("no matrix is quantized; ignoring the quantization in config.json: {why}");
+                QuantizationTable::default()
+            }
+            Err(why) => return Err(ModelError::Config(why)),
+        };
         Ok(Self { index, names, used: RefCell::default(), table, norms: RefCell::default(), hugging_face })
     }
 
@@ -102,8 +116,55 @@ impl Checkpoint {
     /// # Errors
     /// The checkpoint does not have the tensor.
     pub fn get(&self, name: &str) -> Result<&TensorEntry, ModelError> {
-        let missing = || StoreError::Missing { name: name.into(), dir: self.index.dir.clone() };
-        Ok(self.find(name).ok_or_else(missing)?)
+        Ok(self.find(name).ok_or_else(|| self.index.missing_tensor(name))?)
+    }
+
+    /// Uses the matrix at `from` under the name `to`.
+    pub fn rename_matrix(&mut self, from: &str, to: &str) {
+        for part in MATRIX_PARTS {
+            if let Some(found) = self.names.remove(&format!("{from}.{part}")) {
+                self.names.insert(format!("{to}.{part}"), found);
+            }
+        }
+    }
+
+    /// Removes the matrix at `path`, as if the files did not have it.
+    pub fn remove_matrix(&mut self, path: &str) {
+        for part in MATRIX_PARTS {
+            self.names.remove(&format!("{path}.{part}"));
+        }
+    }
+
+    /// True if two matrices have the same format and the same bytes.
+    pub fn are_equal_matrices(&self, one: &str, other: &str) -> Result<bool, ModelError> {
+        for part in MATRIX_PARTS {
+            let entry = |path: &str| self.index.tensors.get(self.names.get(&format!("{path}.{part}"))?);
+            let are_equal = match (entry(one), entry(other)) {
+                (None, None) => true,
+                (Some(one), Some(other)) => self.are_equal_tensors(one, other)?,
+                _ => false,
+            };
+            if !are_equal {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    fn are_equal_tensors(&self, one: &TensorEntry, other: &TensorEntry) -> Result<bool, ModelError> {
+        if (one.dtype, &one.shape) != (other.dtype, &other.shape) {
+            return Ok(false);
+        }
+        let part = |entry: &TensorEntry, at: usize| {
+            let len = (entry.len - at).min(COMPARED_BYTES);
+            self.read(&TensorEntry { offset: entry.offset + at as u64, len, ..entry.clone() })
+        };
+        for at in (0..one.len).step_by(COMPARED_BYTES) {
+            if part(one, at)? != part(other, at)? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 
     /// Fails if a tensor was not used. Logs warnings about suspicious values. Must be called after all tensors were
@@ -118,7 +179,11 @@ impl Checkpoint {
             );
         }
         let used = self.used.borrow();
-        let Some((_, found)) = self.names.iter().find(|(name, _)| !used.contains(*name)) else { return Ok(()) };
+        let is_unknown = |(name, found): &(&String, &String)| {
+            let is_optional = self.index.tensors.get(*found).is_none_or(|entry| self.index.is_optional(entry));
+            !used.contains(*name) && !is_optional && !DERIVED.iter().any(|derived| name.ends_with(derived))
+        };
+        let Some((_, found)) = self.names.iter().find(is_unknown) else { return Ok(()) };
         let file = self.index.tensors.get(found).map(|entry| self.index.path(entry).to_path_buf());
         Err(StoreError::Unknown { name: found.clone(), file: file.unwrap_or_default() }.into())
     }
@@ -215,11 +280,15 @@ impl Checkpoint {
         let Some(scales) = self.find(&format!("{path}.scales")) else {
             let expected = [lead, &[rows, cols]].concat();
             if weight.dtype == Dtype::F8_E4M3 && weight.shape == expected {
-                let name = format!("{path}.weight_scale_inv");
+                // llm-compressor writes `weight_scale`. Both names have the factor of the codes.
+                let names = ["weight_scale_inv", "weight_scale"].map(|part| format!("{path}.{part}"));
+                let [usual, other] = names;
+                let name = if self.has(&usual) || !self.has(&other) { usual } else { other };
                 let blocks = [lead, &[rows.div_ceil(FP8_BLOCK), cols.div_ceil(FP8_BLOCK)]].concat();
                 let scales = self.get(&name)?;
                 let Some(scale) = float(scales.dtype).filter(|_| scales.shape == blocks) else {
-                    return Err(self.mismatch(&name, scales, format!("floats {blocks:?}")));
+                    let expected = format!("a scale for each block of {FP8_BLOCK} rows and columns, {blocks:?}");
+                    return Err(self.mismatch(&name, scales, expected));
                 };
                 let codes = WeightFormat::Fp8(Some(scale));
                 let entries = [Some(weight), Some(scales), None];
@@ -263,6 +332,22 @@ impl Checkpoint {
         }
         Ok(self.vector(&name, count)?.into_iter().map(|global| global / (6.0 * 448.0)).collect())
     }
+}
+
+/// The error for a tensor of a format that is not supported. `None` for any other tensor.
+fn foreign_format(name: &str) -> Option<String> {
+    let formats = [
+        ("JANGTQ", &["tq_packed", "tq_norms", "tq_bits"][..]),
+        ("GPTQ and AWQ", &[".qweight", ".qzeros", ".g_idx"]),
+        ("packed compressed-tensors", &[".weight_packed", ".weight_shape", ".weight_zero_point"]),
+        ("ModelOpt and static compressed-tensors", &[".input_scale", ".weight_scale_2"]),
+        ("bitsandbytes", &[".absmax", ".quant_map", ".nested_absmax", ".quant_state.bitsandbytes__nf4", ".SCB"]),
+        ("HQQ", &[".W_q"]),
+        ("unmerged LoRA", &[".lora_A.weight", ".lora_B.weight", ".lora_a", ".lora_b", ".base_layer.weight"]),
+    ];
+    let part = |parts: &[&'static str]| parts.iter().copied().find(|part| name.ends_with(part));
+    let (format, part) = formats.iter().find_map(|(format, parts)| Some((format, part(parts)?)))?;
+    Some(format!("{format} checkpoints are not supported (it has {} tensors)", part.trim_start_matches('.')))
 }
 
 /// True for Hugging Face's layout, false for MLX's layout. Decides by the shape of a convolution that is wider than 1.

@@ -29,7 +29,7 @@ pub struct Config {
     /// The longest context that the model was trained for.
     pub context: usize,
     pub eps: f32,
-    /// True if the embedding matrix is also the output head.
+    /// True if the embedding matrix is also the output head. The tensors of the checkpoint may show that it is not.
     pub tied: bool,
     /// For each layer: true for full attention, false for a gated delta net.
     pub full: Vec<bool>,
@@ -100,7 +100,8 @@ impl Config {
 
     /// Checks a parsed `config.json`.
     pub fn new(json: &Value) -> Result<Self, ModelError> {
-        let text = JsonTable(json.get("text_config").unwrap_or(json));
+        let text = text_config(json);
+        let text = JsonTable(&text);
         // The outer configuration and its text model each have a type. Both must be supported.
         let outer = json.get("model_type").and_then(Value::as_str);
         if let Some(outer) = outer.filter(|outer| !outer.starts_with("qwen3_5"))
@@ -142,7 +143,7 @@ impl Config {
             vocab,
             context,
             eps,
-            tied: text.0.get("tie_word_embeddings").or(json.get("tie_word_embeddings")) == Some(&Value::Bool(true)),
+            tied: is_tied(json),
             full,
             attention,
             rope_theta,
@@ -226,6 +227,22 @@ impl ModelFamily {
             _ => None,
         }
     }
+}
+
+/// The keys of the text model. Converters write them in `text_config`, at the top level, or some at each level.
+fn text_config(json: &Value) -> Value {
+    let mut keys = json.as_object().cloned().unwrap_or_default();
+    if let Some(Value::Object(text)) = keys.remove("text_config") {
+        keys.extend(text);
+    }
+    keys.into()
+}
+
+/// True if one of the levels ties the output head to the embedding. The levels of some checkpoints differ, since
+/// transformers reads the outer flag and mlx-lm the inner one. A flag matters only if the head or the embedding is
+/// missing, and then an untied model could not answer at all.
+fn is_tied(json: &Value) -> bool {
+    [json, &json["text_config"]].iter().any(|table| table["tie_word_embeddings"] == Value::Bool(true))
 }
 
 fn unsupported<T>(model_type: &str) -> Result<T, ModelError> {
@@ -313,7 +330,8 @@ impl JsonTable<'_> {
         let rope = JsonTable(self.0.get("rope_parameters").or(self.0.get("rope_scaling")).unwrap_or(&Value::Null));
         // mlx-lm writes `type` where transformers writes `rope_type`.
         let kind = rope.0.get("rope_type").or(rope.0.get("type")).and_then(Value::as_str);
-        if let Some(other) = kind.filter(|kind| *kind != "default") {
+        // `mrope` is the default with the sections that all supported models have.
+        if let Some(other) = kind.filter(|kind| !["default", "mrope"].contains(kind)) {
             return refuse(format!("rope type {other} is not supported, only default"));
         }
         let number = |key: &str, default: f64| match rope.0.get(key).or(self.0.get(key)) {

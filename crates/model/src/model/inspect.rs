@@ -15,7 +15,7 @@ use super::{
         },
     },
     vision::{self, VisionTower},
-    weights::{Ffn, Network, decide_norm_encoding},
+    weights::{Ffn, Network, resolve_layout},
 };
 use crate::{
     checkpoint::{
@@ -95,11 +95,12 @@ impl CheckpointInfo {
             ));
         }
         let mut checkpoint = Checkpoint::open(Index::open(dir)?, &config.quantization)?;
-        decide_norm_encoding(&mut checkpoint, &config)?;
+        resolve_layout(&mut checkpoint, &mut config)?;
         let mut trunk = TrunkLoader::measure(&checkpoint);
         let (net, layers) = Network::load(&mut trunk, &config)?;
         let len = trunk.len() as u64;
         checkpoint.finish()?;
+        checkpoint.index.report_missing_files();
         let experts = ExpertMap { layers };
         let mut files = checkpoint.index.files.clone();
         let tables: Vec<RowTable> =

@@ -69,7 +69,7 @@ impl NgramLayout {
         let has = |path: &str| from.has(&format!("{path}.weight"));
         let numbered = [".shard_", ".shards."].map(|part| format!("{embedding}{part}"));
         let own_file = from.index.dir.join(&shape.file);
-        let listed = "language_model.ngram";
+        let listed = "language_model.model.ngram";
         let table = if let Some(name) = numbered.iter().find(|name| has(&format!("{name}0"))) {
             let paths: Vec<String> = (0..).map(|shard| format!("{name}{shard}")).take_while(|path| has(path)).collect();
             RowTable::new(from, &paths, &scale, width)?

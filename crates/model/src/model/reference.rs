@@ -26,7 +26,7 @@ use crate::model::{
     dequantize,
     positions::{Position, RowPositions, axis},
     vision::PlacedImage,
-    weights::{decide_norm_encoding, find_experts},
+    weights::{find_experts, resolve_layout},
 };
 use crate::{
     checkpoint::{Checkpoint, MatrixLayout, index::Index, names},
@@ -72,9 +72,9 @@ impl Reference {
     /// # Errors
     /// Fails if a file cannot be read, or if the model has another architecture.
     pub fn open(dir: &Path, device: Device, precision: DType) -> Result<Self, ModelError> {
-        let config = Config::read(dir)?;
+        let mut config = Config::read(dir)?;
         let mut checkpoint = Checkpoint::open(Index::open(dir)?, &config.quantization)?;
-        decide_norm_encoding(&mut checkpoint, &config)?;
+        resolve_layout(&mut checkpoint, &mut config)?;
         Ok(Self { config, checkpoint, device, precision, kv_bits: None })
     }
 

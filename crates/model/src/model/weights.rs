@@ -148,15 +148,7 @@ impl Network {
             }
             layers.push(layer);
         }
-        let head = if config.tied {
-            // Some files also contain a copy of the embedding as the head. The copy is ignored, as in transformers.
-            for part in ["weight", "scales", "biases", "global_scale"] {
-                trunk.from.find(&format!("{}.{part}", names::LM_HEAD));
-            }
-            None
-        } else {
-            Some(trunk.weight(names::LM_HEAD, config.vocab, hidden)?)
-        };
+        let head = if config.tied { None } else { Some(trunk.weight(names::LM_HEAD, config.vocab, hidden)?) };
         let before_head = Residual::load(trunk, config, names::FINAL_NORM, names::LAST_MIX, false)?;
         Ok((Self { embed, layers, before_head, head }, map))
     }
@@ -270,9 +262,35 @@ impl NgramWeights {
     }
 }
 
+/// Decides by the tensors what the configuration and the layout of the files do not show reliably.
+pub fn resolve_layout(from: &mut Checkpoint, config: &mut Config) -> Result<(), ModelError> {
+    decide_head(from, config)?;
+    decide_norm_encoding(from, config)
+}
+
+/// Decides whether the embedding is also the output head. If the configuration says so, either of them may be missing.
+/// If both exist and differ, the configuration is wrong and the head is used, as in transformers. Merges and fine-tunes
+/// with new tokens are such checkpoints.
+fn decide_head(from: &mut Checkpoint, config: &mut Config) -> Result<(), ModelError> {
+    let has = |path: &str| from.has(&format!("{path}.weight"));
+    match (has(names::EMBEDDING), has(names::LM_HEAD)) {
+        (false, true) if config.tied => from.rename_matrix(names::LM_HEAD, names::EMBEDDING),
+        (true, true) if config.tied => {
+            if from.are_equal_matrices(names::EMBEDDING, names::LM_HEAD)? {
+                from.remove_matrix(names::LM_HEAD);
+            } else {
+                tracing::warn!("config.json ties the head to the embedding, but they differ; using the head");
+                config.tied = false;
+            }
+        }
+        _ => {}
+    }
+    Ok(())
+}
+
 /// Decides whether the norm tensors store `w` or `w - 1`, if the layout of the files does not show it. In Hugging
 /// Face's layout they always store `w - 1`. MLX's converters of models with several residual streams write both.
-pub fn decide_norm_encoding(from: &mut Checkpoint, config: &Config) -> Result<(), ModelError> {
+fn decide_norm_encoding(from: &mut Checkpoint, config: &Config) -> Result<(), ModelError> {
     if config.streams.is_some() && from.hugging_face != Some(true) {
         let names = |layer: usize| {
             ["attn", "mlp"].map(|part| format!("{}{part}_hyper_connection.hc_norm.weight", names::layer_prefix(layer)))

@@ -1,41 +1,63 @@
 //! The Hugging Face cache on disk. A model has a directory `models--ORG--NAME`. In it, `blobs` contains the files,
 //! `snapshots/COMMIT` contains links to the files, and `refs/BRANCH` contains the commit of a branch.
+//! `.no_exist/COMMIT` has an empty file for each file that the repository does not have.
 //!
 //! Names from a hub are validated before they become parts of paths.
 
 use moestro_base::platform::{atomic_file::replace_file, read_small_file};
 use std::{
-    env, io,
+    collections::BTreeSet,
+    env,
+    ffi::OsString,
+    fs, io,
     path::{Path, PathBuf},
 };
 
 /// The branch that is downloaded by default.
 const BRANCH: &str = "main";
 
-/// The cache directory: the first of `$HF_HUB_CACHE`, `$HF_HOME/hub` and `~/.cache/huggingface/hub` whose variable is
-/// set.
-pub fn root() -> Option<PathBuf> {
-    let set = |name| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-    let home = || {
-        Some(
-            set("HF_HOME")
-                .or_else(|| Some(env::home_dir().filter(|home| home.is_absolute())?.join(".cache/huggingface")))?
-                .join("hub"),
-        )
-    };
-    set("HF_HUB_CACHE").or_else(home)
+/// The directories of huggingface_hub.
+pub struct HubPaths {
+    /// `$HF_HUB_CACHE`, else `$HUGGINGFACE_HUB_CACHE`, else `hub` in the home directory of huggingface_hub, which is
+    /// `$HF_HOME`, else `$XDG_CACHE_HOME/huggingface`, else `~/.cache/huggingface`.
+    pub cache: PathBuf,
+    /// File with the token that `hf auth login` has saved: `$HF_TOKEN_PATH`, else `token` in the same home directory.
+    token: Option<PathBuf>,
 }
 
-/// The token that `hf auth login` has saved next to the cache.
-pub fn token(root: &Path) -> Option<String> {
-    let text = read_small_file(&root.parent()?.join("token"), 1 << 16).ok()?;
-    let token = String::from_utf8(text).ok()?.trim().to_owned();
-    (!token.is_empty()).then_some(token)
+impl HubPaths {
+    /// `None` if no variable is set and the user has no home directory.
+    pub fn from_env() -> Option<Self> {
+        Self::new(|name| env::var_os(name), env::home_dir().filter(|home| home.is_absolute()).as_deref())
+    }
+
+    fn new(variable: impl Fn(&str) -> Option<OsString>, user: Option<&Path>) -> Option<Self> {
+        let set = |name| {
+            let path = PathBuf::from(variable(name).filter(|value| !value.is_empty())?);
+            // A shell does not expand `~` in a quoted value or in a configuration file of a service.
+            let in_home = path.strip_prefix("~").ok().and_then(|rest| Some(user?.join(rest)));
+            Some(in_home.unwrap_or(path))
+        };
+        let caches = || set("XDG_CACHE_HOME").or_else(|| Some(user?.join(".cache")));
+        let home = set("HF_HOME").or_else(|| Some(caches()?.join("huggingface")));
+        let cache = set("HF_HUB_CACHE").or_else(|| set("HUGGINGFACE_HUB_CACHE"));
+        Some(Self {
+            cache: cache.or_else(|| Some(home.as_ref()?.join("hub")))?,
+            token: set("HF_TOKEN_PATH").or_else(|| Some(home?.join("token"))),
+        })
+    }
+
+    /// The saved token.
+    pub fn token(&self) -> Option<String> {
+        let text = read_small_file(self.token.as_ref()?, 1 << 16).ok()?;
+        let token = String::from_utf8(text).ok()?.trim().to_owned();
+        (!token.is_empty()).then_some(token)
+    }
 }
 
 /// The ids of all models in the cache, complete or not.
 pub fn ids(root: &Path) -> Vec<String> {
-    let entries = std::fs::read_dir(root).into_iter().flatten().flatten();
+    let entries = fs::read_dir(root).into_iter().flatten().flatten();
     let id = |name: &str| Some(name.strip_prefix("models--")?.replacen("--", "/", 1));
     let mut ids: Vec<String> = entries.filter_map(|entry| id(&entry.file_name().to_string_lossy())).collect();
     ids.sort();
@@ -74,6 +96,20 @@ impl HubCache {
         is_hash(&commit).then_some(commit)
     }
 
+    /// True if the repository is known not to have a file.
+    pub fn is_absent(&self, commit: &str, name: &str) -> bool {
+        self.absent(commit).join(name).exists()
+    }
+
+    /// Records that the repository does not have these files.
+    pub fn mark_absent(&self, commit: &str, names: &BTreeSet<String>) -> io::Result<()> {
+        names.iter().try_for_each(|name| replace_file(&self.absent(commit).join(name), &[]))
+    }
+
+    fn absent(&self, commit: &str) -> PathBuf {
+        self.dir.join(".no_exist").join(commit)
+    }
+
     /// Records the commit of a complete download of `revision`, which must be valid ([`is_revision`]).
     pub fn set_commit(&self, revision: &str, commit: &str) -> io::Result<()> {
         replace_file(&self.dir.join("refs").join(revision), commit.as_bytes())
@@ -89,4 +125,41 @@ pub fn is_revision(text: &str) -> bool {
 /// True for a git or SHA-256 hash. Only hashes are used as names of files and directories in the cache.
 pub fn is_hash(text: &str) -> bool {
     matches!(text.len(), 40 | 64) && text.bytes().all(|byte| byte.is_ascii_hexdigit())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn variables_have_huggingface_hubs_order() {
+        let all = [
+            ("HF_HUB_CACHE", "/cache", "/cache"),
+            ("HUGGINGFACE_HUB_CACHE", "/old", "/old"),
+            ("HF_HOME", "~/hf", "/user/hf/hub"),
+            ("XDG_CACHE_HOME", "/xdg", "/xdg/huggingface/hub"),
+            ("", "", "/user/.cache/huggingface/hub"),
+        ];
+        for (first, (_, _, cache)) in all.iter().enumerate() {
+            let variable = |name: &str| {
+                let found = all[first..].iter().find(|(other, ..)| *other == name);
+                found.map(|(_, value, _)| OsString::from(value))
+            };
+            assert_eq!(HubPaths::new(variable, Some(Path::new("/user"))).unwrap().cache, Path::new(cache));
+        }
+        let empty = |name: &str| (name == "HF_HUB_CACHE").then(OsString::new);
+        assert!(HubPaths::new(empty, None).is_none());
+    }
+
+    #[test]
+    fn token_is_not_searched_beside_cache() {
+        let token = |variables: &[(&str, &str)]| {
+            let variable =
+                |name: &str| variables.iter().find(|(other, _)| *other == name).map(|(_, value)| OsString::from(value));
+            HubPaths::new(variable, Some(Path::new("/user"))).unwrap().token.unwrap()
+        };
+        assert_eq!(token(&[("HF_HUB_CACHE", "/data/hub")]), Path::new("/user/.cache/huggingface/token"));
+        assert_eq!(token(&[("HF_HUB_CACHE", "/data/hub"), ("HF_HOME", "/hf")]), Path::new("/hf/token"));
+        assert_eq!(token(&[("HF_TOKEN_PATH", "/secret"), ("HF_HOME", "/hf")]), Path::new("/secret"));
+    }
 }

@@ -101,17 +101,25 @@ impl HubClient {
     /// The bytes of the file at `path` from `start` to `end` (inclusive), or to the end of the file if `end` is `None`.
     /// A hub without range support returns the whole file.
     pub fn range(&self, path: &str, start: u64, end: Option<u64>) -> Result<FileResponse, RequestError> {
-        let end = end.map(|end| end.to_string()).unwrap_or_default();
-        let response = self.get(path, Some(&format!("bytes={start}-{end}")))?;
+        let last = end.map(|end| end.to_string()).unwrap_or_default();
+        let response = self.get(path, Some(&format!("bytes={start}-{last}")))?;
         let (head, body) = response.into_parts();
         let body = Box::new(body.into_reader());
         let etag = header(&head.headers, "etag").map(str::to_owned);
+        let length: Option<u64> = header(&head.headers, "content-length").and_then(|text| text.parse().ok());
         if head.status != 206 {
-            let size = header(&head.headers, "content-length").and_then(|text| text.parse().ok());
-            return Ok(FileResponse { size, is_range: false, etag, body });
+            return Ok(FileResponse { size: length, is_range: false, etag, body });
         }
+        let Some(text) = header(&head.headers, "content-range") else {
+            // Some mirrors leave the header out. The length of the body then shows whether the body is the range.
+            if end.is_some_and(|end| length != Some(end - start + 1)) {
+                return Err(RequestError::Invalid(format!("{length:?} bytes without a range, from {start} on")));
+            }
+            let size = length.filter(|_| start == 0 && end.is_none());
+            return Ok(FileResponse { size, is_range: true, etag, body });
+        };
         // The form is `bytes FIRST-LAST/SIZE`. SIZE may be `*`.
-        let range = header(&head.headers, "content-range").and_then(|text| text.strip_prefix("bytes "));
+        let range = text.strip_prefix("bytes ");
         let (range, size) = range.and_then(|range| range.split_once('/')).unwrap_or_default();
         match range.split_once('-').and_then(|(first, _)| first.parse::<u64>().ok()) {
             Some(first) if first == start => Ok(FileResponse { size: size.parse().ok(), is_range: true, etag, body }),

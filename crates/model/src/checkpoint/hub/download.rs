@@ -5,7 +5,7 @@
 //! killed run. A part file without a map file has no gaps.
 
 use super::{
-    client::{HubClient, RequestError},
+    client::{FileResponse, HubClient, RequestError},
     listing::RepoFile,
 };
 use moestro_base::{
@@ -68,7 +68,12 @@ impl ModelDownload<'_> {
         if let Some(size) = file.size {
             return Ok(size);
         }
-        let response = self.client.range(&self.url(file), 0, Some(0));
+        let url = self.url(file);
+        // Without `Content-Range`, only the response for the whole file shows its size.
+        let response = match self.client.range(&url, 0, Some(0)) {
+            Ok(FileResponse { size: None, .. }) => self.client.range(&url, 0, None),
+            first => first,
+        };
         let unknown = || RequestError::Invalid("a response without the file's size".into());
         let size = response.and_then(|response| response.size.ok_or_else(unknown));
         size.map_err(|error| self.client.describe(self.id, &file.name, error))
@@ -133,10 +138,12 @@ impl ModelDownload<'_> {
 
     fn link(&self, file: &RepoFile, blob: &Path) -> io::Result<()> {
         let link = self.snapshot.join(&file.name);
+        link.parent().map_or(Ok(()), fs::create_dir_all)?;
         if link.symlink_metadata().is_ok() {
             fs::remove_file(&link)?;
         }
-        std::os::unix::fs::symlink(Path::new("../../blobs").join(blob.file_name().unwrap_or_default()), &link)
+        let model = "../".repeat(2 + file.name.matches('/').count());
+        std::os::unix::fs::symlink(Path::new(&model).join("blobs").join(blob.file_name().unwrap_or_default()), &link)
     }
 
     /// Syncs the part file, then writes the map file. If an operation fails, the next run downloads more than

@@ -1,14 +1,11 @@
 //! [`RepoListing`]: the files of a repository on the hub. Selects the files that a model needs. Listings are untrusted.
 
 use super::cache::is_hash;
-use crate::checkpoint::index::listed_tensors;
+use crate::checkpoint::weight_files::{INDEX, MAX_INDEX_BYTES, WeightFiles, listed_files};
 use moestro_base::error::StoreError;
 use serde::Deserialize;
 use std::{collections::BTreeSet, path::Path};
 
-pub const INDEX: &str = "model.safetensors.index.json";
-/// Maximum size of an index in bytes. The index of the largest model has ten million bytes.
-const MAX_INDEX_BYTES: u64 = 100 << 20;
 /// Maximum size of any other small file in bytes. Tokenizers have 10 to 30 MB.
 const MAX_SMALL_BYTES: u64 = 256 << 20;
 /// Maximum number of weight files. The largest models have about a hundred weight files.
@@ -26,6 +23,8 @@ const SMALL_FILES: [&str; 8] = [
     // The model card, which contains the licence.
     "README.md",
 ];
+/// The folder of further chat templates, one file `NAME.jinja` for each.
+const TEMPLATES: &str = "additional_chat_templates/";
 
 /// The files of one commit.
 #[derive(Debug, Deserialize)]
@@ -65,14 +64,19 @@ impl RepoFile {
         large.or(self.blob.as_deref())
     }
 
-    /// Fails if one of [`SMALL_FILES`] is unreasonably large. A malicious mirror could use such a file to fill the
-    /// disk.
+    /// Fails if a small file is unreasonably large. A malicious mirror could use such a file to fill the disk.
     pub fn check_size(&self, size: u64) -> Result<(), String> {
         let max = if self.name == INDEX { MAX_INDEX_BYTES } else { MAX_SMALL_BYTES };
-        if SMALL_FILES.contains(&self.name.as_str()) && size > max {
+        if self.is_small() && size > max {
             return Err(format!("{} has {size} bytes; at most {max} are allowed", self.name));
         }
         Ok(())
+    }
+
+    /// True for a file that a model needs besides its weights.
+    fn is_small(&self) -> bool {
+        let template = self.name.strip_prefix(TEMPLATES).and_then(|name| name.strip_suffix(".jinja"));
+        SMALL_FILES.contains(&self.name.as_str()) || template.is_some_and(is_plain)
     }
 }
 
@@ -99,23 +103,23 @@ impl RepoListing {
         self.tags.iter().find_map(|tag| tag.strip_prefix("license:"))
     }
 
-    /// The files of [`SMALL_FILES`] that the repository has.
+    /// The files that a model needs besides its weights.
     pub fn small_files(&self) -> Vec<&RepoFile> {
-        SMALL_FILES.iter().filter_map(|name| self.find(name)).collect()
+        let names: BTreeSet<&str> =
+            self.siblings.iter().filter(|file| file.is_small()).map(|file| file.name.as_str()).collect();
+        names.into_iter().filter_map(|name| self.find(name)).collect()
     }
 
-    /// The weight files: the files that the index in `dir` lists, or `model*.safetensors` if there is no index. Also
-    /// includes the files of an MTP head and of an n-gram table.
+    /// The weight files. The index, if there is one, is in `dir`. Also includes the files of an MTP head and of an
+    /// n-gram table.
     pub fn shards(&self, dir: &Path) -> Result<Vec<&RepoFile>, StoreError> {
-        let mut names: BTreeSet<String> = match self.find(INDEX) {
-            None => {
-                self.siblings.iter().map(|file| file.name.clone()).filter(|name| name.starts_with("model")).collect()
-            }
-            Some(_) => listed_tensors(dir)?.unwrap_or_default().into_values().collect(),
-        };
-        let is_extra = |name: &String| name.contains("mtp") || name.contains("ngram");
-        names.extend(self.siblings.iter().map(|file| file.name.clone()).filter(is_extra));
-        names.retain(|name| is_weights(name));
+        let files = self.weight_files(dir)?;
+        let mut names = files.chosen;
+        if self.find(INDEX).is_none() {
+            names.extend(files.others);
+        }
+        let all = self.siblings.iter().map(|file| &file.name).filter(|name| is_weights(name));
+        names.extend(all.filter(|name| name.contains("mtp") || name.contains("ngram")).cloned());
         if names.is_empty() {
             let why = if self.siblings.iter().any(|file| file.name.ends_with(".gguf")) {
                 "the repository has GGUF files, which Moestro does not read; pull an MLX version of the model, such \
@@ -129,8 +133,18 @@ impl RepoListing {
             let why = format!("the repository has {} weight files; at most {MAX_SHARDS} are allowed", names.len());
             return Err(StoreError::Other(why));
         }
-        let missing = |name: &str| StoreError::Other(format!("the index names {name}, which the hub does not have"));
-        names.iter().map(|name| self.find(name).ok_or_else(|| missing(name))).collect()
+        Ok(names.iter().filter_map(|name| self.find(name)).collect())
+    }
+
+    /// The files that the index in `dir` names and that the repository does not have, if no other files are complete.
+    pub fn absent(&self, dir: &Path) -> Result<BTreeSet<String>, StoreError> {
+        Ok(self.weight_files(dir)?.missing)
+    }
+
+    fn weight_files(&self, dir: &Path) -> Result<WeightFiles, StoreError> {
+        let available = self.siblings.iter().map(|file| file.name.clone()).filter(|name| is_weights(name)).collect();
+        let listed = if self.find(INDEX).is_some() { listed_files(dir)? } else { BTreeSet::new() };
+        Ok(WeightFiles::choose(&available, &listed))
     }
 
     fn find(&self, name: &str) -> Option<&RepoFile> {
@@ -140,8 +154,13 @@ impl RepoListing {
 
 /// True for a safetensors file in the root of the repository whose name needs no escaping in URLs and paths.
 fn is_weights(name: &str) -> bool {
+    name.ends_with(".safetensors") && is_plain(name)
+}
+
+/// True if a file's name needs no escaping in URLs and paths.
+fn is_plain(name: &str) -> bool {
     let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
-    name.ends_with(".safetensors") && !name.starts_with('.') && name.bytes().all(is_plain)
+    !name.starts_with('.') && name.bytes().all(is_plain)
 }
 
 #[cfg(test)]
@@ -213,9 +232,13 @@ mod tests {
             "model-mtp.safetensors",
             "ngram-table.safetensors",
             "../evil.safetensors",
+            "additional_chat_templates/tool_use.jinja",
+            "additional_chat_templates/../../evil.jinja",
+            "additional_chat_templates/.jinja/evil.jinja",
         ];
         let hub = listing(&all);
-        assert_eq!(names(hub.small_files()), ["config.json", "tokenizer.json", "README.md"]);
+        let small = ["README.md", "additional_chat_templates/tool_use.jinja", "config.json", "tokenizer.json"];
+        assert_eq!(names(hub.small_files()), small);
         let shards = [
             "model-00001-of-00002.safetensors",
             "model-00002-of-00002.safetensors",
@@ -230,10 +253,17 @@ mod tests {
         fs::write(dir.path().join(INDEX), index).unwrap();
         assert_eq!(names(hub.shards(dir.path()).unwrap()), [shards[0], shards[2], shards[3]]);
 
-        fs::write(dir.path().join(INDEX), r#"{"weight_map": {"a": "lost.safetensors"}}"#).unwrap();
-        assert!(hub.shards(dir.path()).unwrap_err().to_string().contains("lost.safetensors"));
-        fs::write(dir.path().join(INDEX), "{").unwrap();
-        assert!(hub.shards(dir.path()).is_err());
+        // The repository has other shards than its index says, or the index is damaged.
+        for index in [r#"{"weight_map": {"a": "lost.safetensors"}}"#, "{"] {
+            fs::write(dir.path().join(INDEX), index).unwrap();
+            assert_eq!(names(hub.shards(dir.path()).unwrap()), shards);
+            assert_eq!(hub.absent(dir.path()).unwrap(), BTreeSet::new());
+        }
+        let lost = r#"{"weight_map": {"a": "model-a.safetensors", "b": "model-b.safetensors"}}"#;
+        fs::write(dir.path().join(INDEX), lost).unwrap();
+        let hub = listing(&["model-a.safetensors", INDEX]);
+        assert_eq!(names(hub.shards(dir.path()).unwrap()), ["model-a.safetensors"]);
+        assert_eq!(hub.absent(dir.path()).unwrap(), BTreeSet::from(["model-b.safetensors".to_owned()]));
         assert!(listing(&["config.json"]).shards(dir.path()).is_err());
     }
 }

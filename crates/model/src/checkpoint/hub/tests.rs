@@ -1,12 +1,12 @@
 //! Tests of downloads from a test hub that injects faults.
 
 use super::*;
-use std::sync::Mutex;
+use std::{path::Path, sync::Mutex};
 use test_support::hub::{COMMIT, HubState, TestHub, hash};
 
 #[test]
 fn mutated_listings_name_nothing_outside_cache() {
-    let known = serde_json::json!({ "sha": COMMIT, "siblings": model().iter().filter(|(name, _)| *name != listing::INDEX).map(|(name, bytes)| {
+    let known = serde_json::json!({ "sha": COMMIT, "siblings": model().iter().filter(|(name, _)| *name != INDEX).map(|(name, bytes)| {
         serde_json::json!({ "rfilename": name, "size": bytes.len(), "blobId": COMMIT, "lfs": { "sha256": hash(bytes) } })
     }).collect::<Vec<_>>() });
     let dir = tempfile::tempdir().unwrap();
@@ -170,6 +170,43 @@ fn wrong_ranges_and_longer_files_fail() {
         let largest = fs::read_dir(blobs).unwrap().map(|entry| entry.unwrap().metadata().unwrap().len()).max();
         assert!(largest.unwrap() <= 300_000);
     }
+}
+
+#[test]
+fn responses_without_content_range_are_enough() {
+    for hides_sizes in [false, true] {
+        let hub = TestHub::new(&model());
+        let home = tempfile::tempdir().unwrap();
+        hub.change(|state| {
+            state.hides_ranges = true;
+            state.hides_sizes = hides_sizes;
+            state.disconnects = vec![("model-1.safetensors".into(), 7_000)];
+        });
+        assert!(is_pulled(&hub_with_pieces(&hub, home.path()).pull("org/name", "main", &|_, _| ()).unwrap()));
+    }
+}
+
+#[test]
+fn further_templates_are_pulled() {
+    let name = "additional_chat_templates/tool_use.jinja";
+    let hub = TestHub::new(&[&model()[..], &[(name, b"tools".to_vec())]].concat());
+    let home = tempfile::tempdir().unwrap();
+    let dir = hub_of(&hub, home.path()).pull("org/name", "main", &|_, _| ()).unwrap();
+    assert!(is_pulled(&dir));
+    assert_eq!(fs::read(dir.join(name)).unwrap(), b"tools");
+}
+
+#[test]
+fn shards_only_in_index_do_not_block_model() {
+    let hub = TestHub::new(&model());
+    let home = tempfile::tempdir().unwrap();
+    hub.change(|state| _ = state.files.remove("model-2.safetensors"));
+    let client = hub_of(&hub, home.path());
+    let dir = client.pull("org/name", "main", &|_, _| ()).unwrap();
+    // The model is complete without a request, but not if a file of the repository is lost.
+    assert_eq!(client.local("org/name").as_deref(), Some(&*dir));
+    fs::remove_file(dir.join("model-1.safetensors")).unwrap();
+    assert!(client.local("org/name").is_none());
 }
 
 #[test]

@@ -16,7 +16,7 @@
 //! The head's experts have their own slots, because their encoding and size often differ from the model's.
 
 use crate::{
-    checkpoint::{Checkpoint, TrunkBuffer, TrunkLoader, index::Index, mtp as files},
+    checkpoint::{Checkpoint, TrunkBuffer, TrunkLoader, index::Index, mtp as files, names::MTP},
     error::ModelError,
     model::{
         config::{self, Config},
@@ -129,7 +129,7 @@ impl MtpWeights {
     fn load(trunk: &mut TrunkLoader<'_>, config: &Config) -> Result<Self, ModelError> {
         let hidden = config.hidden;
         let mut map = Vec::new();
-        let name = |name: &str| format!("{}{name}", files::PREFIX);
+        let name = |name: &str| format!("{MTP}{name}");
         let fc = match config.streams {
             None => trunk.columns(&name("fc"), hidden, hidden, 2)?,
             Some(_) => {

@@ -56,7 +56,7 @@ pub struct Selector {
 
 /// Converts a tensor name of the draft's files to its canonical form.
 fn path(name: &str) -> String {
-    format!("language_model.{name}")
+    format!("language_model.model.{name}")
 }
 
 impl DflashWeights {

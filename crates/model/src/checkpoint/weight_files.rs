@@ -1,0 +1,233 @@
+//! Chooses the weight files of a checkpoint among the files of a directory or of a repository on the hub.
+//!
+//! The index file names the shards, but converters often copy the index of the model that they converted. Such an index
+//! names files that are not there. If other files are complete, they are used, as in transformers and mlx-lm.
+
+use moestro_base::{error::StoreError, platform::read_small_file};
+use serde::Deserialize;
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    path::Path,
+};
+
+/// Name of the index file.
+pub const INDEX: &str = "model.safetensors.index.json";
+/// Maximum size of an index file in bytes. The index of the largest model has ten million bytes.
+pub const MAX_INDEX_BYTES: u64 = 100 << 20;
+/// Name of the file of a checkpoint that is not divided into shards.
+const SINGLE: &str = "model.safetensors";
+
+/// Names of the weight files of a checkpoint.
+#[derive(Debug, Default, PartialEq)]
+pub struct WeightFiles {
+    pub chosen: BTreeSet<String>,
+    /// Shards that the chosen files need and that do not exist.
+    pub missing: BTreeSet<String>,
+    /// Other files with a usual name. They may hold tensors that the chosen files lack.
+    pub others: BTreeSet<String>,
+    /// True if the index names files that do not exist, but other files are complete.
+    pub ignores_index: bool,
+}
+
+impl WeightFiles {
+    /// Chooses among the files in `dir`.
+    ///
+    /// # Errors
+    /// There are no weight files. The index names a file outside of `dir`, or cannot be read.
+    pub fn in_dir(dir: &Path) -> Result<Self, StoreError> {
+        let mut names = BTreeSet::new();
+        for entry in std::fs::read_dir(dir).map_err(StoreError::at(dir))? {
+            let name = entry.map_err(StoreError::at(dir))?.file_name().into_string();
+            // `exists` is false for a link to a file that was deleted.
+            names.extend(name.ok().filter(|name| is_plain(name) && dir.join(name).exists()));
+        }
+        let files = Self::choose(&names, &listed_files(dir)?);
+        if files.chosen.is_empty() {
+            let why = match files.describe_missing() {
+                Some(why) => format!("{why}; `moestro pull ORG/NAME` downloads them"),
+                None => "it has no model*.safetensors".into(),
+            };
+            return Err(StoreError::NotACheckpoint { path: dir.to_path_buf(), why });
+        }
+        Ok(files)
+    }
+
+    /// Chooses among files with the names `available`. `listed` are the files that the index names.
+    ///
+    /// The first of these that is complete is chosen: the listed files with the other shards of their series,
+    /// `model.safetensors`, a series of shards.
+    pub fn choose(available: &BTreeSet<String>, listed: &BTreeSet<String>) -> Self {
+        let usual: BTreeSet<String> = available.iter().filter(|name| name.starts_with("model")).cloned().collect();
+        let mut numbers: BTreeMap<Series<'_>, BTreeSet<usize>> = BTreeMap::new();
+        for (series, number) in usual.iter().filter_map(|name| Series::parse(name)).filter(|(s, _)| s.is_whole_model())
+        {
+            numbers.entry(series).or_default().insert(number);
+        }
+        let listed_series: BTreeSet<Series<'_>> = listed.iter().filter_map(|name| Series::of(name)).collect();
+        let is_listed = |name: &&String| {
+            listed.contains(*name) || Series::of(name).is_some_and(|series| listed_series.contains(&series))
+        };
+        let is_complete = |name: &&String| {
+            Series::of(name).is_some_and(|series| numbers.get(&series).is_some_and(|found| found.len() >= series.count))
+        };
+        let mut chosen: BTreeSet<String> = if !listed.is_empty() && listed.is_subset(available) {
+            available.iter().filter(is_listed).cloned().collect()
+        } else if available.contains(SINGLE) {
+            BTreeSet::from([SINGLE.into()])
+        } else {
+            usual.iter().filter(is_complete).cloned().collect()
+        };
+        let mut missing = BTreeSet::new();
+        if chosen.is_empty() {
+            chosen = listed.intersection(available).chain(&usual).cloned().collect();
+            missing = listed.difference(available).cloned().collect();
+            if listed.is_empty() {
+                missing = numbers.iter().flat_map(|(series, found)| series.absent(found)).collect();
+            }
+        }
+        let others = usual.difference(&chosen).cloned().collect();
+        let ignores_index = missing.is_empty() && !listed.is_subset(available);
+        Self { chosen, missing, others, ignores_index }
+    }
+
+    /// Says how many files are missing. `None` if no file is missing.
+    pub fn describe_missing(&self) -> Option<String> {
+        let first = self.missing.first()?;
+        let count = self.missing.len();
+        let all = count + self.chosen.len();
+        Some(format!("{count} of {all} weight files missing, such as {first}"))
+    }
+}
+
+const ENDING: &str = ".safetensors";
+
+/// What the names of all shards of a checkpoint have in common: `model-00002-of-00004.safetensors` is number 2 of the
+/// series `model` with 4 shards.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Series<'a> {
+    stem: &'a str,
+    count: usize,
+}
+
+impl<'a> Series<'a> {
+    /// Maximum number of shards in a series.
+    const MAX_COUNT: usize = 10_000;
+
+    /// The series and the number of a shard.
+    fn parse(name: &'a str) -> Option<(Self, usize)> {
+        let (rest, count) = name.strip_suffix(ENDING)?.rsplit_once("-of-")?;
+        let (stem, number) = rest.rsplit_once('-')?;
+        let count = count.parse().ok().filter(|count| (1..=Self::MAX_COUNT).contains(count))?;
+        Some((Self { stem, count }, number.parse().ok()?))
+    }
+
+    fn of(name: &'a str) -> Option<Self> {
+        Self::parse(name).map(|(series, _)| series)
+    }
+
+    /// False for a part or a variant of a model, such as `model-vision-00001-of-00001` and `model.fp16-00001-of-00002`.
+    fn is_whole_model(&self) -> bool {
+        ["model", "model.safetensors"].contains(&self.stem)
+    }
+
+    /// Names of the shards that are not among the numbers `found`, which is not the whole series.
+    fn absent(&self, found: &BTreeSet<usize>) -> Vec<String> {
+        let Self { stem, count } = self;
+        // Some series start at 0. Their last number is then not absent.
+        let absent = (1..=*count).filter(|number| !found.contains(number)).take(count.saturating_sub(found.len()));
+        absent.map(|number| format!("{stem}-{number:05}-of-{count:05}{ENDING}")).collect()
+    }
+}
+
+/// True if a name refers to a safetensors file directly in the checkpoint directory.
+fn is_plain(name: &str) -> bool {
+    name.ends_with(ENDING) && !name.contains(['/', '\0'])
+}
+
+/// The files that the index file in `dir` names. Empty without an index file. An index file that is not an index is
+/// logged, and the files decide.
+///
+/// # Errors
+/// The index file cannot be read, or names a file outside of `dir`.
+pub fn listed_files(dir: &Path) -> Result<BTreeSet<String>, StoreError> {
+    #[derive(Deserialize)]
+    struct ShardIndex {
+        weight_map: BTreeMap<String, String>,
+    }
+    let path = dir.join(INDEX);
+    let text = match read_small_file(&path, MAX_INDEX_BYTES) {
+        Ok(text) => text,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(BTreeSet::new()),
+        Err(error) => return Err(StoreError::at(&path)(error)),
+    };
+    let names: BTreeSet<String> = match serde_json::from_slice::<ShardIndex>(&text) {
+        Ok(index) => index.weight_map.into_values().collect(),
+        Err(error) => {
+            tracing::warn!(file = %path.display(), %error, "cannot read the index; using the weight files that exist");
+            return Ok(BTreeSet::new());
+        }
+    };
+    match names.iter().find(|name| !is_plain(name)) {
+        Some(name) => {
+            let why = format!("its index names {name:?}, which is not a file of its directory");
+            Err(StoreError::NotACheckpoint { path: dir.to_path_buf(), why })
+        }
+        None => Ok(names),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn choose(available: &[&str], listed: &[&str]) -> (Vec<String>, Vec<String>) {
+        let [available, listed] =
+            [available, listed].map(|names| names.iter().map(|name| format!("{name}.safetensors")).collect());
+        let files = WeightFiles::choose(&available, &listed);
+        let short = |names: BTreeSet<String>| {
+            names.iter().map(|name| name.trim_end_matches(".safetensors").to_owned()).collect()
+        };
+        (short(files.chosen), short(files.missing))
+    }
+
+    #[test]
+    fn complete_files_win_over_stale_index() {
+        let one = "model-00001-of-00002";
+        let two = "model-00002-of-00002";
+        let stale = ["model-00001-of-00003", "model-00002-of-00003", "model-00003-of-00003"];
+        for (available, listed, chosen) in [
+            // An index that is right, and no index.
+            (&[one, two, "model"][..], &[one, two][..], &[one, two][..]),
+            (&[one, two], &[], &[one, two]),
+            (&["model"], &[], &["model"]),
+            // The index names nothing that exists, or only a part of its files exists.
+            (&["model"], &stale, &["model"]),
+            (&["model", one], &[one, two], &["model"]),
+            (&[one, two], &stale, &[one, two]),
+            (&[one, two, stale[0]], &stale, &[one, two]),
+            (&[one, two], &["weights", "model"], &[one, two]),
+            // The index names a part of its series, and files with unusual names.
+            (&[one, two], &[one], &[one, two]),
+            (&[one, two, "model.fp16-00001-of-00001"], &[], &[one, two]),
+            (&["weights.00", "model-x"], &["weights.00"], &["weights.00"]),
+        ] {
+            let expected = (chosen.iter().map(|name| name.to_string()).collect(), Vec::new());
+            assert_eq!(choose(available, listed), expected, "{available:?}, index {listed:?}");
+        }
+    }
+
+    #[test]
+    fn absent_shards_are_missing() {
+        let [one, two, three] = ["model-00001-of-00003", "model-00002-of-00003", "model-00003-of-00003"];
+        for (available, listed, missing) in [
+            (&[one, three][..], &[one, two, three][..], &[two][..]),
+            (&[one, three], &[], &[two]),
+            (&[one, three, "model-vision-00001-of-00001"], &[one, two, three], &[two]),
+            (&[], &[one, two], &[one, two]),
+            (&["model-a"], &["model-a", "model-b"], &["model-b"]),
+        ] {
+            assert_eq!(choose(available, listed).1, missing, "{available:?}, index {listed:?}");
+        }
+        assert_eq!(choose(&[], &[]), Default::default());
+    }
+}
