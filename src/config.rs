@@ -16,6 +16,7 @@ use moestro_engine::DraftPolicy;
 use moestro_model::plan::Parallel;
 use std::{
     env,
+    ffi::OsStr,
     io::{self, IsTerminal},
     path::{Path, PathBuf},
     time::Duration,
@@ -286,10 +287,20 @@ fn read_prompt(flag: Option<String>) -> Result<Option<String>, String> {
     if text.is_empty() { Err("the prompt on stdin is empty".into()) } else { Ok(Some(text.to_owned())) }
 }
 
-/// Name of a checkpoint: the name of its directory.
+/// Name of a checkpoint: the name of its directory, or the id of a model in the Hugging Face cache.
 pub fn name(dir: &Path) -> String {
     let whole = dir.canonicalize().unwrap_or_else(|_| dir.to_path_buf());
-    whole.file_name().map_or_else(|| "model".into(), |name| name.to_string_lossy().into_owned())
+    let last = |path: &Path| path.file_name().map(|name| name.to_string_lossy().into_owned());
+    cached_id(&whole).or_else(|| last(&whole)).unwrap_or_else(|| "model".into())
+}
+
+/// The id of the model to which a directory of the Hugging Face cache belongs: a snapshot
+/// `models--ORG--NAME/snapshots/COMMIT`, or the directory of the model itself.
+fn cached_id(path: &Path) -> Option<String> {
+    let names = path.ancestors().filter_map(Path::file_name).filter_map(OsStr::to_str);
+    // The directory of a model is at most two levels above a snapshot.
+    let id = names.take(3).find_map(|name| name.strip_prefix("models--"))?;
+    Some(id.replacen("--", "/", 1))
 }
 
 #[cfg(test)]
@@ -315,6 +326,22 @@ mod tests {
         for path in ["./no/where", "/no/where", "nowhere", "a/b/c", "../models/x", "a/", "org/na me"] {
             assert_eq!(ModelSource::new(Some(path)), ModelSource::Directory(path.into()));
         }
+    }
+
+    #[test]
+    fn cached_model_is_named_by_its_id() {
+        let here = tempfile::tempdir().unwrap();
+        let snapshot = here.path().join("models--org--my--model/snapshots/0123456789abcdef0123456789abcdef01234567");
+        std::fs::create_dir_all(&snapshot).unwrap();
+        let link = here.path().join("link");
+        std::os::unix::fs::symlink(&snapshot, &link).unwrap();
+        for dir in [snapshot.clone(), snapshot.join(""), snapshot.join("../../blobs/.."), link, snapshot.join("../..")]
+        {
+            std::fs::create_dir_all(snapshot.join("../../blobs")).unwrap();
+            assert_eq!(name(&dir), "org/my--model", "{}", dir.display());
+        }
+        assert_eq!(name(&here.path().join("models--name/snapshots/main")), "name");
+        assert_eq!(name(Path::new("/data/Qwen3.5-4bit/")), "Qwen3.5-4bit");
     }
 
     #[test]

@@ -34,7 +34,8 @@ pub fn resolve(source: &ModelSource) -> Result<PathBuf, CommandError> {
     } else if !dir.is_dir() {
         not_a_checkpoint("it is a file; a checkpoint is a directory with config.json, tokenizer.json and *.safetensors")
     } else if !dir.join("config.json").exists() {
-        not_a_checkpoint("it has no config.json")
+        let is_adapter = dir.join("adapter_config.json").exists();
+        not_a_checkpoint(if is_adapter { "it is an adapter; merge it into its model" } else { "it has no config.json" })
     } else {
         for (name, most) in SMALL_FILES {
             let path = dir.join(name);
@@ -53,13 +54,11 @@ fn is_gguf(path: &Path) -> bool {
 
 /// The files of a checkpoint that are read whole, with their size limits in bytes. A pipe or a device in place of such
 /// a file is an error, because reading it could block.
-const SMALL_FILES: [(&str, u64); 6] = [
+const SMALL_FILES: [(&str, u64); 4] = [
     ("config.json", 32 << 20),
-    ("generation_config.json", 1 << 20),
+    ("generation_config.json", 32 << 20),
     ("tokenizer.json", 256 << 20),
     ("tokenizer_config.json", 32 << 20),
-    ("chat_template.jinja", 4 << 20),
-    ("chat_template.json", 4 << 20),
 ];
 
 /// A checkpoint without its weights: tokenizer, chat template and sampling defaults.
@@ -79,21 +78,18 @@ impl CheckpointMeta {
     pub fn open(source: &ModelSource, flags: GenerationDefaults) -> Result<Self, CommandError> {
         let dir = resolve(source)?;
         let name = match source {
-            ModelSource::Hub(id) => id.rsplit('/').next().unwrap_or(id).to_string(),
+            ModelSource::Hub(id) => id.clone(),
             _ => config::name(&dir),
         };
+        let name = name.rsplit('/').next().unwrap_or(&name).to_string();
         if !dir.join("tokenizer.json").exists() {
             let why = "it has no tokenizer.json; `moestro pull ORG/NAME` downloads it".into();
             return Err(StoreError::NotACheckpoint { path: dir, why }.into());
         }
         let tokenizer = Tokenizer::load(&dir)?;
-        let texts = config::generation_config::json(&dir.join("tokenizer_config.json"))?.unwrap_or_default();
-        let has_template = dir.join("chat_template.jinja").exists() || !texts["chat_template"].is_null();
-        let template = if has_template { Some(Template::load(&dir)?) } else { None };
-        let mut generation = flags.or(GenerationDefaults::read(&dir)?);
-        let end = texts["eos_token"].as_str().or(texts["eos_token"]["content"].as_str());
-        let end = end.and_then(|text| tokenizer.id(text)).filter(|id| !generation.eos.contains(id));
-        generation.eos.extend(end);
+        let template = Template::find(&dir)?;
+        let ends = end_tokens(&dir, &tokenizer, template.as_ref())?;
+        let generation = flags.or(GenerationDefaults::read(&dir)?).or(GenerationDefaults::ending_at(ends));
         Ok(Self { dir, name, tokenizer: Arc::new(tokenizer), template, generation })
     }
 
@@ -101,6 +97,17 @@ impl CheckpointMeta {
     pub fn quantization(&self) -> Option<String> {
         quantization(&config::generation_config::json(&self.dir.join("config.json")).ok()??)
     }
+}
+
+/// The tokens that end an answer according to the tokenizer's configuration and the template. The files of base models
+/// that were tuned for chat often name only the end of a document, but the template ends each turn with `<|im_end|>`.
+fn end_tokens(dir: &Path, tokenizer: &Tokenizer, template: Option<&Template>) -> Result<Vec<u32>, CommandError> {
+    let texts = config::generation_config::json(&dir.join("tokenizer_config.json"))?.unwrap_or_default();
+    let declared = texts["eos_token"].as_str().or(texts["eos_token"]["content"].as_str());
+    let declared = declared.and_then(|text| tokenizer.id(text));
+    let after_answer = template.and_then(Template::after_answer);
+    let turn = after_answer.and_then(|text| tokenizer.encode(text.trim_start()).ok()?.first().copied());
+    Ok(declared.into_iter().chain(turn.filter(|id| tokenizer.is_added(*id))).collect())
 }
 
 impl GenerationDefaults {

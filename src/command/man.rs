@@ -13,7 +13,7 @@ const VARIABLES: [(&str, &str); 8] = [
     ("MOESTRO_LOG", "levels of the log by module, such as moestro=debug,warn; overrides --log-level"),
     ("SWIFTLM_TOP_K", "most experts per token, if --experts-per-token is not set"),
     ("HF_TOKEN", "token for gated and private models; else the one that `hf auth login` saved"),
-    ("HF_HOME, HF_HUB_CACHE", "where downloaded models are"),
+    ("HF_HUB_CACHE, HUGGINGFACE_HUB_CACHE, HF_HOME", "where downloaded models are"),
     ("HF_ENDPOINT", "address of a mirror of the Hugging Face hub"),
     ("HTTPS_PROXY", "proxy for downloads"),
     (

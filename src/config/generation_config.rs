@@ -2,9 +2,9 @@
 //! override these values, and a request overrides both.
 
 use crate::cli;
-use moestro_base::error::StoreError;
+use moestro_base::{error::StoreError, platform::read_small_file};
 use serde_json::Value;
-use std::{fs, io, path::Path};
+use std::{io, path::Path};
 
 /// Sampling defaults. A field is `None` if its value is not set.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -31,32 +31,23 @@ impl GenerationDefaults {
         }
     }
 
-    /// Reads the values of the checkpoint in `dir`. `do_sample: false` means greedy. Either file may be missing.
+    /// No defaults, and these end-of-sequence tokens.
+    pub fn ending_at(eos: Vec<u32>) -> Self {
+        Self { eos, ..Self::default() }
+    }
+
+    /// Reads the values of the checkpoint in `dir`. `do_sample: false` means greedy. Either file may be missing. A
+    /// `generation_config.json` that cannot be read, and each invalid value in it, is logged and sets nothing: the
+    /// weights do not depend on it.
     ///
     /// # Errors
-    /// A file cannot be read, is not JSON or has an invalid value.
+    /// `config.json` cannot be read or is not JSON.
     pub fn read(dir: &Path) -> Result<Self, StoreError> {
-        let mut generation = Self::default();
-        let file = dir.join("generation_config.json");
-        if let Some(fields) = json(&file)? {
-            let number = |name: &str, fits: fn(f64) -> bool| match fields.get(name) {
-                None | Some(Value::Null) => Ok(None),
-                Some(value) => match value.as_f64().filter(|&number| fits(number)) {
-                    Some(number) => Ok(Some(number)),
-                    None => Err(StoreError::NotACheckpoint { path: file.clone(), why: format!("{name} is {value}") }),
-                },
-            };
-            let greedy = fields.get("do_sample") == Some(&Value::Bool(false));
-            let temperature = number("temperature", |n| n >= 0.0)?.map(|n| n as f32);
-            generation = Self {
-                temperature: if greedy { Some(0.0) } else { temperature },
-                top_p: number("top_p", |n| (0.0..=1.0).contains(&n))?.map(|n| n as f32),
-                top_k: number("top_k", |n| n >= 0.0)?.map(|n| n as usize),
-                min_p: number("min_p", |n| (0.0..=1.0).contains(&n))?.map(|n| n as f32),
-                repetition_penalty: number("repetition_penalty", |n| n > 0.0)?.map(|n| n as f32),
-                eos: ids(&fields["eos_token_id"]),
-            };
-        }
+        let fields = json(&dir.join("generation_config.json")).unwrap_or_else(|error| {
+            tracing::warn!(%error, "cannot read the sampling defaults");
+            None
+        });
+        let mut generation = fields.map(|fields| Self::from_fields(&fields)).unwrap_or_default();
         if let Some(fields) = json(&dir.join("config.json"))? {
             generation.eos.extend(ids(&fields["eos_token_id"]));
             generation.eos.extend(ids(&fields["text_config"]["eos_token_id"]));
@@ -64,6 +55,29 @@ impl GenerationDefaults {
         generation.eos.sort_unstable();
         generation.eos.dedup();
         Ok(generation)
+    }
+
+    fn from_fields(fields: &Value) -> Self {
+        let number = |name: &str, fits: fn(f32) -> bool| {
+            let value = fields.get(name).filter(|value| !value.is_null())?;
+            let number =
+                value.as_f64().map(|number| number as f32).filter(|&number| number.is_finite() && fits(number));
+            if number.is_none() {
+                tracing::warn!("generation_config.json: {name} is {value}; using no default");
+            }
+            number
+        };
+        let is_share = |n| (0.0..=1.0).contains(&n);
+        let is_greedy = fields.get("do_sample") == Some(&Value::Bool(false));
+        let temperature = number("temperature", |n| n >= 0.0);
+        Self {
+            temperature: if is_greedy { Some(0.0) } else { temperature },
+            top_p: number("top_p", is_share),
+            top_k: number("top_k", |n| n >= 0.0).map(|n| n as usize),
+            min_p: number("min_p", is_share),
+            repetition_penalty: number("repetition_penalty", |n| n > 0.0),
+            eos: ids(&fields["eos_token_id"]),
+        }
     }
 
     /// Fills unset values from `other`. Keeps the end-of-sequence tokens of both.
@@ -88,9 +102,12 @@ fn ids(value: &Value) -> Vec<u32> {
     all.iter().filter_map(|id| id.as_u64()?.try_into().ok()).collect()
 }
 
+/// Maximum size of a JSON file in bytes.
+const MAX_BYTES: u64 = 32 << 20;
+
 /// Reads a JSON object from a file. `None` if the file does not exist.
 pub fn json(path: &Path) -> Result<Option<Value>, StoreError> {
-    let text = match fs::read(path) {
+    let text = match read_small_file(path, MAX_BYTES) {
         Ok(text) => text,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         Err(source) => return Err(StoreError::Io { path: path.into(), source }),
@@ -105,6 +122,7 @@ pub fn json(path: &Path) -> Result<Option<Value>, StoreError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs;
 
     fn read(generation: &str, config: &str) -> Result<GenerationDefaults, StoreError> {
         let dir = tempfile::tempdir().unwrap();
@@ -145,11 +163,30 @@ mod tests {
     }
 
     #[test]
-    fn invalid_value_names_its_file() {
-        for text in ["[1]", "{", r#"{"top_p": 3}"#, r#"{"temperature": "hot"}"#] {
-            let error = read(text, "").unwrap_err().to_string();
-            assert!(error.contains("generation_config.json"), "{error}");
+    fn invalid_values_set_no_default() {
+        let config = r#"{"eos_token_id": 7}"#;
+        for text in ["[1]", "{", "null", "", "3", "\u{fffd}", r#"{"temperature": NaN}"#] {
+            let expected = GenerationDefaults::ending_at(vec![7]);
+            assert_eq!(read(if text.is_empty() { " " } else { text }, config).unwrap(), expected, "{text}");
         }
+        for value in [
+            r#""top_k": -1"#,
+            r#""top_k": [20]"#,
+            r#""top_p": 3"#,
+            r#""temperature": "hot""#,
+            r#""temperature": true"#,
+            r#""temperature": 1e39"#,
+            r#""repetition_penalty": 0"#,
+            r#""repetition_penalty": 1e-50"#,
+            r#""min_p": {}"#,
+        ] {
+            let found = read(&format!(r#"{{"eos_token_id": [8, "x", -1], {value}}}"#), config).unwrap();
+            assert_eq!(found, GenerationDefaults::ending_at(vec![7, 8]), "{value}");
+        }
+        // The other values of the file count.
+        let found = read(r#"{"top_k": -1, "top_p": 0.9}"#, "").unwrap();
+        assert_eq!((found.top_k, found.top_p), (None, Some(0.9)));
+        assert!(read("{}", "[1]").unwrap_err().to_string().contains("config.json"));
     }
 
     #[test]

@@ -94,7 +94,7 @@ fn real_model_matches_its_vectors() {
 }
 
 #[test]
-fn template_is_found_in_both_files() {
+fn template_is_found_in_all_files() {
     let dir = tempfile::tempdir().unwrap();
     let load = || Template::load(dir.path());
     assert!(load().err().unwrap().to_string().contains("chat_template.jinja"));
@@ -109,8 +109,34 @@ fn template_is_found_in_both_files() {
     assert_eq!(render(&load().unwrap(), &json!({"messages": [], "tools": [{}]})).unwrap(), "tools");
     fs::write(dir.path().join("chat_template.jinja"), "three").unwrap();
     assert_eq!(render(&load().unwrap(), &case).unwrap(), "three");
+    // Further templates are in a folder, or in the file of an older processor.
+    let tools = json!({"messages": [], "tools": [{}]});
+    fs::create_dir(dir.path().join("additional_chat_templates")).unwrap();
+    fs::write(dir.path().join("additional_chat_templates/tool_use.jinja"), "four").unwrap();
+    assert_eq!(render(&load().unwrap(), &case).unwrap(), "three");
+    assert_eq!(render(&load().unwrap(), &tools).unwrap(), "four");
+    fs::write(dir.path().join("chat_template.jinja"), " \n").unwrap();
+    for (value, expected) in
+        [(json!("five"), "five"), (json!({"default": "six"}), "six"), (json!([{"template": "seven"}]), "seven")]
+    {
+        config(json!({"chat_template": null}));
+        fs::write(dir.path().join("chat_template.json"), json!({"chat_template": value}).to_string()).unwrap();
+        assert_eq!(render(&load().unwrap(), &case).unwrap(), expected);
+        assert_eq!(render(&load().unwrap(), &tools).unwrap(), "four");
+        config(json!({"chat_template": "eight"}));
+        assert_eq!(render(&load().unwrap(), &case).unwrap(), "eight");
+    }
     fs::write(dir.path().join("chat_template.jinja"), "{% if %}").unwrap();
     assert!(matches!(load(), Err(ChatError::Template(_))));
+}
+
+#[test]
+fn text_after_answer_ends_turn() {
+    let demo = Template::load(&demo()).unwrap();
+    assert_eq!(demo.after_answer().as_deref(), Some("<|im_end|>\n"));
+    let other = template("{% for m in messages %}{{ m.role }}: {{ m.content | trim }}</s>{% endfor %}").unwrap();
+    assert_eq!(other.after_answer().as_deref(), Some("</s>"));
+    assert_eq!(template("{{ raise_exception('no') }}").unwrap().after_answer(), None);
 }
 
 #[test]
@@ -240,7 +266,7 @@ fn template_source_over_a_limit_is_refused() {
         (format!("{{{{ {}x }}}}", "- ".repeat(5000)), "words"),
         (format!("{{{{ x{} }}}}", "|trim".repeat(5000)), "words"),
         (format!("{{% if a %}}{}{{% endif %}}", "{% elif b %}".repeat(1000)), "elif"),
-        (" ".repeat(2 << 20), "bytes"),
+        ("x".repeat(2 << 20), "bytes"),
     ] {
         let error = template(&source).err().unwrap();
         assert!(matches!(&error, ChatError::Template(why) if why.contains(reason)), "{error}");

@@ -10,6 +10,7 @@ mod drafts;
 mod exact;
 mod golden;
 mod kv_bits;
+mod layouts;
 mod mutations;
 mod parallel;
 #[path = "../support/process.rs"]

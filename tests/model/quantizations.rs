@@ -14,10 +14,10 @@ use std::{collections::BTreeMap, path::Path, process::Output};
 
 /// A change to a config.
 type Change<'a> = dyn Fn(&mut Value) + 'a;
-type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
+pub type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
 
 /// The tensors and configuration of a small checkpoint.
-fn read(file: &[u8]) -> (Tensors, Value) {
+pub fn read(file: &[u8]) -> (Tensors, Value) {
     let (_, header) = SafeTensors::read_metadata(file).unwrap();
     let config = header.metadata().as_ref().and_then(|more| serde_json::from_str(more.get("config")?).ok());
     let tensors = SafeTensors::deserialize(file).unwrap();
@@ -27,7 +27,7 @@ fn read(file: &[u8]) -> (Tensors, Value) {
     (tensors.collect(), config.unwrap_or_default())
 }
 
-fn micro(name: &str) -> (Tensors, Value) {
+pub fn micro(name: &str) -> (Tensors, Value) {
     read(&std::fs::read(format!("{}/tests/fixtures/micro/{name}.safetensors", env!("CARGO_MANIFEST_DIR"))).unwrap())
 }
 

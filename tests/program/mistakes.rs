@@ -193,6 +193,8 @@ fn damaged_checkpoints_get_a_sentence() {
     fs::write(pointer.join("model.safetensors"), text).unwrap();
     let truncated = copy("truncated", &[]);
     fs::OpenOptions::new().write(true).open(truncated.join("model.safetensors")).unwrap().set_len(1 << 20).unwrap();
+    let adapter = copy("adapter", &["config.json"]);
+    fs::write(adapter.join("adapter_config.json"), "{}").unwrap();
     let shards = copy("shards", &["model.safetensors"]);
     let index = r#"{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}"#;
     fs::write(shards.join("model.safetensors.index.json"), index).unwrap();
@@ -204,6 +206,7 @@ fn damaged_checkpoints_get_a_sentence() {
         (copy("words", &["tokenizer.json"]), "it has no tokenizer.json"),
         (pointer, "it is a Git LFS pointer, not the file; fetch it with `git lfs pull`"),
         (truncated, "it is truncated"),
+        (adapter, "not a checkpoint: it is an adapter; merge it into its model"),
         (shards, "2 of 2 weight files missing, such as model-1.safetensors; `moestro pull ORG/NAME` downloads them"),
     ] {
         let text = output_of(home.path(), "", &["generate", dir.to_str().unwrap(), "-p", "Hi"]);

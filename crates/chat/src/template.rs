@@ -1,10 +1,12 @@
 //! A model's chat template: renders messages to a prompt, byte for byte as transformers does.
 
+mod files;
 mod messages;
 mod python;
 mod source;
 
 use crate::error::ChatError;
+use files::{DEFAULT, TemplateFiles};
 use minijinja::{
     Environment, Error, ErrorKind, Value,
     syntax::SyntaxConfig,
@@ -39,8 +41,6 @@ pub struct Template {
     info: Json,
 }
 
-/// Name of the template that is used for all conversations, except those for which `TOOL_USE` exists.
-const DEFAULT: &str = "default";
 /// Name of the template that some models have for conversations with tools.
 const TOOL_USE: &str = "tool_use";
 
@@ -62,28 +62,24 @@ const RENDER_STACK: usize = 1 << 30;
 const PARSE_STACK: usize = 64 << 20;
 
 impl Template {
-    /// Reads `chat_template.jinja`, else `chat_template` of `tokenizer_config.json`, in a model's directory.
+    /// Reads the templates in a model's directory.
+    ///
+    /// # Errors
+    /// A file is damaged, or the model has no template.
     pub fn load(dir: &Path) -> Result<Self, ChatError> {
-        let path = dir.join("tokenizer_config.json");
-        let config: Json = match read_if_exists(&path)? {
-            Some(text) => serde_json::from_str(&text).map_err(|e| ChatError::File { path, why: e.to_string() })?,
-            None => Json::Null,
-        };
-        let sources = match read_if_exists(&dir.join("chat_template.jinja"))? {
-            Some(source) => vec![(DEFAULT.to_string(), source)],
-            None => named_sources(config.get("chat_template")),
-        };
-        if sources.is_empty() {
-            let why = "it has neither chat_template.jinja nor a chat_template in tokenizer_config.json".into();
-            return Err(ChatError::File { path: dir.to_owned(), why });
-        }
-        Self::new(sources, &config)
+        let why = "it has no chat template: no chat_template.jinja, and none in tokenizer_config.json";
+        Self::find(dir)?.ok_or_else(|| ChatError::File { path: dir.to_owned(), why: why.into() })
     }
 
-    fn new(sources: Vec<(String, String)>, config: &Json) -> Result<Self, ChatError> {
+    /// Like [`Template::load`], but returns `None` if the model has no template, such as a base model.
+    pub fn find(dir: &Path) -> Result<Option<Self>, ChatError> {
+        let TemplateFiles { sources, tokenizer_config } = TemplateFiles::read(dir)?;
+        (!sources.is_empty()).then(|| Self::new(sources, &tokenizer_config)).transpose()
+    }
+
+    fn new(sources: BTreeMap<String, String>, config: &Json) -> Result<Self, ChatError> {
         let mut env = environment();
-        let source = sources.iter().find(|(name, _)| name == DEFAULT).map(|(_, source)| source.as_str());
-        let mut info = serde_json::json!({"chat_template": source});
+        let mut info = serde_json::json!({"chat_template": sources.get(DEFAULT)});
         for (name, source) in sources {
             let source = source::prepare(&source).map_err(ChatError::Template)?;
             let add = || env.add_template_owned(name, source).map_err(template_error);
@@ -136,6 +132,18 @@ impl Template {
         })
     }
 
+    /// The text that the template writes after an assistant's answer, such as `<|im_end|>` and a line feed. `None` if
+    /// the template refuses a short conversation.
+    pub fn after_answer(&self) -> Option<String> {
+        const ANSWER: &str = "Hello";
+        let messages = [("user", "Hi"), ("assistant", ANSWER)]
+            .map(|(role, content)| serde_json::json!({"role": role, "content": content}));
+        let kwargs = Map::new();
+        let conversation =
+            Conversation { messages: &messages, tools: None, kwargs: &kwargs, add_generation_prompt: false };
+        Some(self.render(&conversation).ok()?.rsplit_once(ANSWER)?.1.to_owned())
+    }
+
     /// The template's source, and the special tokens by their names in `tokenizer_config.json`.
     pub fn info(&self) -> &Json {
         &self.info
@@ -185,27 +193,6 @@ fn text_bytes(value: &Json) -> usize {
         Json::Array(items) => items.iter().map(text_bytes).sum(),
         Json::Object(fields) => fields.iter().map(|(name, value)| name.len() + text_bytes(value)).sum(),
         Json::Null | Json::Bool(_) | Json::Number(_) => 8,
-    }
-}
-
-/// Text of a file. `None` if the file does not exist.
-fn read_if_exists(path: &Path) -> Result<Option<String>, ChatError> {
-    match std::fs::read_to_string(path) {
-        Ok(text) => Ok(Some(text)),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(ChatError::File { path: path.to_owned(), why: error.to_string() }),
-    }
-}
-
-/// Templates of `tokenizer_config.json`. `chat_template` is one text, or a list of `{"name", "template"}`.
-fn named_sources(chat_template: Option<&Json>) -> Vec<(String, String)> {
-    match chat_template {
-        Some(Json::String(source)) => vec![(DEFAULT.to_string(), source.clone())],
-        Some(Json::Array(list)) => {
-            let text = |entry: &Json, key| entry.get(key)?.as_str().map(str::to_string);
-            list.iter().filter_map(|entry| Some((text(entry, "name")?, text(entry, "template")?))).collect()
-        }
-        _ => Vec::new(),
     }
 }
 
