@@ -65,7 +65,7 @@ export const tests = {
   },
 
   async nothing_shown_is_lost_in_an_evening(page, proxy) {
-    const seed = Number(process.env.PAGE_SEED || 55), actions = Number(process.env.PAGE_ACTIONS || 200);
+    const seed = Number(process.env.PAGE_SEED || 55), actions = Number(process.env.PAGE_ACTIONS || 100);
     const counts = await evening(page, proxy, random(seed), actions);
     console.log(`        seed ${seed}: ${JSON.stringify(counts)}`);
     await page.isOnlyDisturbed();

@@ -1,6 +1,8 @@
 // Conversations: versions of messages, tabs, reloads, deleted conversations, old storage, search, export and import.
 import assert from "node:assert/strict";
-import { openTab, sleep } from "./harness.mjs";
+import { openTab } from "./harness.mjs";
+
+export const widths = [1280];
 
 const openList = async page => { if (!await page.isOpen("list")) await page.click("#show-list"); };
 

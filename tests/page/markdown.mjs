@@ -170,12 +170,14 @@ export const tests = {
     const heights = await page.evaluate(() => {
       const tall = "\\begin{matrix} a \\\\ b \\\\ c \\\\ d \\end{matrix}", height = element => element.getBoundingClientRect().height;
       const draw = tex => { const math = drawMath(tex, true); $("turns").append(math); return math; };
-      const fences = ["()", "[]", "\\{\\}", "||"].map(pair => pair.match(/\\?./g)).map(([open, close]) => draw(`\\left${open} ${tall} \\right${close}`).querySelector("mo"));
-      const named = ["pmatrix", "bmatrix", "vmatrix"].map(name => draw(`\\begin{${name}} a \\\\ b \\\\ c \\\\ d \\end{${name}}`).querySelector("mo"));
+      const fences = ["()", "[]", "\\{\\}"].map(pair => pair.match(/\\?./g)).map(([open, close]) => draw(`\\left${open} ${tall} \\right${close}`).querySelector("mo"));
+      const named = ["pmatrix", "bmatrix"].map(name => draw(`\\begin{${name}} a \\\\ b \\\\ c \\\\ d \\end{${name}}`).querySelector("mo"));
       const root = draw("\\sqrt{\\pi}").querySelector("msqrt"), inside = root.firstElementChild;
-      return { table: height(draw(tall).querySelector("mtable")), fences: [...fences, ...named].map(height), root: root.getBoundingClientRect().width - inside.getBoundingClientRect().width };
+      const bars = ["|", "\\|"].map(bar => getComputedStyle(draw(`\\left${bar} ${tall} \\right${bar}`).querySelector("[class*=left-bar]")));
+      return { bars: bars.map(style => style.borderLeftWidth + " " + style.borderRightWidth), table: height(draw(tall).querySelector("mtable")), fences: [...fences, ...named].map(height), root: root.getBoundingClientRect().width - inside.getBoundingClientRect().width };
     });
     for (const height of heights.fences) assert.ok(height > 0.75 * heights.table, JSON.stringify(heights));
+    assert.deepEqual(heights.bars, ["1px 1px", "3px 3px"]);
     assert.ok(heights.root > 5, "the sign of the root has a width");
   },
 

@@ -275,9 +275,23 @@ class TexParser {
   }
 
   leftRight() {
-    const open = this.fence(this.delimiter(), true), inside = this.nested(() => this.row(["\\right"]));
+    const open = this.delimiter(), inside = this.nested(() => this.row(["\\right"]));
     this.expect("\\right");
-    return mathElement("mrow", open, inside, this.fence(this.delimiter(), true));
+    return this.fenced(open, inside, this.delimiter());
+  }
+
+  /** A row between fences that grow with it. Bars are borders, because many fonts have no bars that grow. */
+  fenced(open, inside, close) {
+    const row = mathElement("mrow", inside), bars = {"|": "bar", "‖": "bars"};
+    for (const [side, text] of [["left", open], ["right", close]].filter(([, text]) => text)) {
+      const fence = this.fence(text, true);
+      if (bars[text]) {
+        fence.setAttribute("class", "drawn");
+        row.classList.add(`${side}-${bars[text]}`);
+      }
+      if (side === "left") row.prepend(fence); else row.append(fence);
+    }
+    return row;
   }
 
   environment() {
@@ -289,6 +303,6 @@ class TexParser {
     const rows = this.nested(() => this.table(["\\end"], align));
     this.expect("\\end");
     if (this.rawGroup("{", "}").replace(/\*$/, "") !== name) throw new Error("Expected the end of " + name);
-    return mathElement("mrow", ...open ? [this.fence(open, true)] : [], rows, ...close ? [this.fence(close, true)] : []);
+    return this.fenced(open, rows, close);
   }
 }
