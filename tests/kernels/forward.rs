@@ -174,7 +174,7 @@ fn shared_pages_are_not_written() {
     let mut row = |state: &mut _, id: u32| gpu.forward(state, &[id], Rows::Last).unwrap().data;
     // The sequences alternate. If they shared a page, each would see the writes of the other.
     let (first, second, third) = (row(&mut state, 5), row(&mut other, 90), row(&mut state, 33));
-    let mut alone = Model::restore(&gpu, &made, None).unwrap();
+    let mut alone = Model::restore(&mut gpu, &made, None).unwrap();
     let mut row = |id: u32| gpu.forward(&mut alone, &[id], Rows::Last).unwrap().data;
     assert!(row(5) == first && row(33) == third && first != second);
     let same = |(held, made): (&Arc<KvPage>, &Arc<KvPage>)| held.read().unwrap() == made.read().unwrap();
@@ -267,7 +267,7 @@ fn allocated_memory_matches_the_plan() {
     let mut options = options(true);
     // The plan reserves memory for partial results of attention at the longest context.
     options.plan.context = Some(moestro_model::model::Config::read(Path::new(DEMO)).unwrap().context);
-    let model = planned(options, gpu);
+    let mut model = planned(options, gpu);
     let _state = model.start().unwrap();
     let (plan, taken) = (model.plan(), count.lock().unwrap().allocated as u64);
     // A quarter of the prompt cache is for pages of keys and values.

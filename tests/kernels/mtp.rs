@@ -113,7 +113,7 @@ fn mtp_head_matches_the_cpu() {
     assert!(swapped <= 1, "{swapped} rows have other experts");
     // Test one row, a few rows, and more rows than the slot table is used for.
     for rows in [1, 2, 16, 39] {
-        let [expected, found] = [&cpu, &gpu].map(|model| {
+        let [expected, found] = [&mut cpu, &mut gpu].map(|model| {
             let first = model.mtp(0, &ids[1..=rows], HiddenRows::OfModel(&expected[..rows * width])).unwrap();
             let next = model.mtp(rows, &[ids[3]], HiddenRows::OfHead(&first.hidden)).unwrap();
             [first.logits, first.hidden, next.logits]

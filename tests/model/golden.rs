@@ -94,7 +94,7 @@ fn interleaved_sequences_stay_independent() {
     let mut model = load(Path::new(DEMO), CpuArithmetic::Integer);
     let (a, b): (Vec<u32>, Vec<u32>) = ((10..40).collect(), (300..320).collect());
     let (alone, ..) = prefill(&mut model, &a, 64);
-    let mut states = [model_start(&model), model_start(&model)];
+    let mut states = [model_start(&mut model), model_start(&mut model)];
     let mut rows = Vec::new();
     for (step, id) in a.iter().enumerate() {
         rows.extend(one(&mut model, &mut states[0], *id));
@@ -105,7 +105,7 @@ fn interleaved_sequences_stay_independent() {
     assert!(rows == *alone.data);
 }
 
-fn model_start(model: &Qwen) -> moestro_model::model::QwenState {
+fn model_start(model: &mut Qwen) -> moestro_model::model::QwenState {
     moestro_model::model::Model::start(model).unwrap()
 }
 

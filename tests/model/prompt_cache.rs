@@ -45,7 +45,7 @@ impl Model for CountingModel {
         ModelInfo { chunk: 96, ..self.qwen.info() }
     }
 
-    fn start(&self) -> Result<Self::State, ModelError> {
+    fn start(&mut self) -> Result<Self::State, ModelError> {
         self.qwen.start()
     }
 
@@ -65,11 +65,11 @@ impl Model for CountingModel {
         self.qwen.forward_each(rows)
     }
 
-    fn snapshot(&self, state: &mut Self::State) -> Result<Snapshot, ModelError> {
+    fn snapshot(&mut self, state: &mut Self::State) -> Result<Snapshot, ModelError> {
         self.qwen.snapshot(state)
     }
 
-    fn restore(&self, snapshot: &Snapshot, reuse: Option<Self::State>) -> Result<Self::State, ModelError> {
+    fn restore(&mut self, snapshot: &Snapshot, reuse: Option<Self::State>) -> Result<Self::State, ModelError> {
         self.qwen.restore(snapshot, reuse)
     }
 }

@@ -157,7 +157,7 @@ fn check_sizes(kv_bits: KvBits) {
 
 #[test]
 fn foreign_snapshot_is_rejected() {
-    let model = demo(KvBits::Sixteen);
+    let mut model = demo(KvBits::Sixteen);
     let foreign = Snapshot { len: 5, pages: vec![std::sync::Arc::new(vec![0; 40].into())], state: vec![0; 8].into() };
     assert!(model.restore(&foreign, None).is_err());
     let long = Snapshot { len: model.info().context + 1, ..foreign };

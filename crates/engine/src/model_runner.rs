@@ -123,7 +123,7 @@ impl<M: Model> ModelRunner<M> {
     ) -> Result<(Sequence<M::State>, Option<SnapshotSource>), ModelError> {
         let request = &live.submitted.request;
         let prompt = live.tokens_to_evaluate();
-        self.sequences.resume(&self.model, request, prompt, live.clear_count, max_idle)
+        self.sequences.resume(&mut self.model, request, prompt, live.clear_count, max_idle)
     }
 
     /// Resumes a preempted request from the longest cached prefix of its tokens.

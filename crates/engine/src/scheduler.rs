@@ -267,7 +267,7 @@ impl<M: Model> Scheduler<M> {
                 };
                 let _ = events.send(Event::Done { finish, timings });
                 // No client waits for the snapshot.
-                if is_kept && let Err(error) = self.runner.sequences.save_newest(&self.runner.model) {
+                if is_kept && let Err(error) = self.runner.sequences.save_newest(&mut self.runner.model) {
                     tracing::warn!(%error, "cannot take a snapshot at the end of the answer; dropping its sequence");
                     self.recover();
                 }

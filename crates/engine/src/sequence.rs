@@ -29,7 +29,7 @@ pub struct Sequence<S> {
 
 impl<S: SequenceState> Sequence<S> {
     /// An empty sequence.
-    pub fn start<M: Model<State = S>>(model: &M) -> Result<Self, ModelError> {
+    pub fn start<M: Model<State = S>>(model: &mut M) -> Result<Self, ModelError> {
         Ok(Self::new(CachedPrompt::default(), model.start()?))
     }
 
@@ -46,23 +46,23 @@ impl<S: SequenceState> Sequence<S> {
     /// The memory of `previous` is reused or freed before another state is allocated.
     pub fn sync<M: Model<State = S>>(
         previous: Option<Self>,
-        model: &M,
+        model: &mut M,
         prompt: CachedPrompt<'_>,
         find_snapshot: impl FnOnce(usize) -> Option<Snapshot>,
     ) -> Result<Self, ModelError> {
         // A sequence that is not a prefix is dropped first, so that a snapshot can use its memory.
         let previous = previous.filter(|sequence| sequence.is_prefix_of(prompt));
-        let empty = || Ok(Self { salt: prompt.salt, ..Self::start(model)? });
+        let empty = |model: &mut M| Ok(Self { salt: prompt.salt, ..Self::start(model)? });
         if let Some(snapshot) = find_snapshot(previous.as_ref().map_or(0, Self::len)) {
             return match model.restore(&snapshot, previous.map(|sequence| sequence.state)) {
                 Ok(state) => Ok(Self::new(CachedPrompt { ids: &prompt.ids[..snapshot.len], ..prompt }, state)),
                 Err(error) => {
                     tracing::warn!(%error, tokens = snapshot.len, "cannot restore a prompt snapshot; computing the prompt");
-                    empty()
+                    empty(model)
                 }
             };
         }
-        previous.map_or_else(empty, Ok)
+        previous.map_or_else(|| empty(model), Ok)
     }
 
     /// True if the sequence is a proper prefix of `prompt`.
@@ -146,7 +146,7 @@ impl<S: SequenceState> Sequence<S> {
         }
     }
 
-    pub fn snapshot<M: Model<State = S>>(&mut self, model: &M) -> Result<Snapshot, ModelError> {
+    pub fn snapshot<M: Model<State = S>>(&mut self, model: &mut M) -> Result<Snapshot, ModelError> {
         model.snapshot(&mut self.state)
     }
 
@@ -208,7 +208,7 @@ mod tests {
     fn prompt_that_extends_the_sequence_reuses_it() {
         let mut mock = MockModel::default();
         let previous = evaluated(&mut mock, &[5, 6, 7]);
-        let mut sequence = Sequence::sync(Some(previous), &mock, prompt(&[5, 6, 7, 8, 9]), |_| None).unwrap();
+        let mut sequence = Sequence::sync(Some(previous), &mut mock, prompt(&[5, 6, 7, 8, 9]), |_| None).unwrap();
         assert_eq!(sequence.len(), 3);
         let reused = append(&mut sequence, &mut mock, &[8, 9]);
         let mut fresh = evaluated(&mut mock, &[5, 6, 7]);
@@ -220,7 +220,7 @@ mod tests {
         for ids in [&[5, 6, 7][..], &[5, 6], &[5, 9, 7, 8], &[9]] {
             let mut mock = MockModel::default();
             let previous = evaluated(&mut mock, &[5, 6, 7]);
-            let sequence = Sequence::sync(Some(previous), &mock, prompt(ids), |_| None).unwrap();
+            let sequence = Sequence::sync(Some(previous), &mut mock, prompt(ids), |_| None).unwrap();
             assert_eq!(sequence.len(), 0, "{ids:?}");
         }
     }
@@ -229,14 +229,15 @@ mod tests {
     fn snapshot_wins_over_shorter_sequence() {
         let mut mock = MockModel::default();
         let mut long = evaluated(&mut mock, &[5, 6, 7, 8]);
-        let snapshot = long.snapshot(&mock).unwrap();
+        let snapshot = long.snapshot(&mut mock).unwrap();
         for (previous, offered) in [(&[5, 6][..], 2), (&[9], 0), (&[5, 6, 7, 8, 9, 9, 9], 0)] {
             let previous = evaluated(&mut mock, previous);
             let find_snapshot = |length| {
                 assert_eq!(length, offered);
                 Some(snapshot.clone())
             };
-            let mut sequence = Sequence::sync(Some(previous), &mock, prompt(&[5, 6, 7, 8, 9]), find_snapshot).unwrap();
+            let mut sequence =
+                Sequence::sync(Some(previous), &mut mock, prompt(&[5, 6, 7, 8, 9]), find_snapshot).unwrap();
             assert_eq!(sequence.tokens, [5, 6, 7, 8]);
             let reused = append(&mut sequence, &mut mock, &[9]);
             let mut fresh = evaluated(&mut mock, &[5, 6, 7, 8]);
@@ -253,13 +254,13 @@ mod tests {
         let mut mock = MockModel::default();
         let ids = [5, 9, 9, 6, 7];
         for (len, other, reused) in [(4, 1, 4), (4, 2, 0), (2, 1, 2), (2, 2, 0), (1, 2, 1)] {
-            let mut previous = Sequence::start(&mock).unwrap();
+            let mut previous = Sequence::start(&mut mock).unwrap();
             let images = [image(1)];
             let mut hooks = PassHooks { images: &images, ..PassHooks::default() };
             previous.extend(&mut mock, &ids[..len], Rows::None, &mut hooks).unwrap();
             let images = [image(other)];
             let prompt = CachedPrompt { images: &images, ..prompt(&ids) };
-            let sequence = Sequence::sync(Some(previous), &mock, prompt, |_| None).unwrap();
+            let sequence = Sequence::sync(Some(previous), &mut mock, prompt, |_| None).unwrap();
             assert_eq!(sequence.len(), reused, "{len} tokens, image {other}");
         }
     }
@@ -268,7 +269,7 @@ mod tests {
     fn only_one_state_is_alive() {
         let mut mock = MockModel::default();
         let previous = evaluated(&mut mock, &[5, 6, 7]);
-        let _sequence = Sequence::sync(Some(previous), &mock, prompt(&[9]), |_| None).unwrap();
+        let _sequence = Sequence::sync(Some(previous), &mut mock, prompt(&[9]), |_| None).unwrap();
         assert_eq!(Arc::strong_count(&mock.states), 2);
     }
 }

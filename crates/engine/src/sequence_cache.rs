@@ -51,7 +51,7 @@ impl<S: SequenceState> SequenceCache<S> {
     /// Drops idle sequences before a new state is allocated, so that at most `max_idle` remain.
     pub fn resume<M: Model<State = S>>(
         &mut self,
-        model: &M,
+        model: &mut M,
         request: &Request,
         prompt: CachedPrompt<'_>,
         clear_count: u64,
@@ -92,7 +92,7 @@ impl<S: SequenceState> SequenceCache<S> {
     }
 
     /// Takes a snapshot of the newest idle sequence. If this fails, drops the sequence.
-    pub fn save_newest<M: Model<State = S>>(&mut self, model: &M) -> Result<(), ModelError> {
+    pub fn save_newest<M: Model<State = S>>(&mut self, model: &mut M) -> Result<(), ModelError> {
         let Some(IdleSequence { sequence, clear_count }) = self.idle.last_mut() else { return Ok(()) };
         if !sequence.cached_prompt().has_whole_keys(sequence.len()) {
             return Ok(());

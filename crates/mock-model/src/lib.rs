@@ -209,7 +209,7 @@ impl Model for MockModel {
         }
     }
 
-    fn start(&self) -> Result<MockState, ModelError> {
+    fn start(&mut self) -> Result<MockState, ModelError> {
         let frozen = CopiedPages::default();
         let _alive = self.states.clone();
         Ok(MockState { tokens: Vec::new(), prompt: 0, answered: 0, before: Vec::new(), ahead: None, frozen, _alive })
@@ -254,7 +254,7 @@ impl Model for MockModel {
 
     /// In a snapshot, the tokens take the place of keys and values (4 bytes per position), and the two counts take the
     /// place of the recurrent state.
-    fn snapshot(&self, state: &mut MockState) -> Result<Snapshot, ModelError> {
+    fn snapshot(&mut self, state: &mut MockState) -> Result<Snapshot, ModelError> {
         if self.answer_snapshots_fail && state.answered > 0 {
             return Err(ModelError::Memory("test error: no snapshot of an answer".into()));
         }
@@ -265,7 +265,7 @@ impl Model for MockModel {
         })
     }
 
-    fn restore(&self, snapshot: &Snapshot, into: Option<MockState>) -> Result<MockState, ModelError> {
+    fn restore(&mut self, snapshot: &Snapshot, into: Option<MockState>) -> Result<MockState, ModelError> {
         let mut state = into.map_or_else(|| self.start(), Ok)?;
         let words = |bytes: &[u8]| bytes.as_chunks::<4>().0.iter().map(|w| u32::from_le_bytes(*w)).collect::<Vec<_>>();
         let MockState { tokens, frozen, .. } = &mut state;

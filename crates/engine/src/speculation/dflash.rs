@@ -159,7 +159,7 @@ mod tests {
 
     #[test]
     fn context_of_another_sequence_is_dropped() {
-        let target = target();
+        let mut target = target();
         let embedded = target.embedding(&[7, 90, 90, 90]).unwrap();
         let width = draft(&target).network.config().features();
         let hidden: Vec<f32> = (0..30 * width).map(|at| (at as f32 * 0.37).sin()).collect();

@@ -104,7 +104,7 @@ thread_local! {
 fn timed(mut mock: MockModel, mode: DraftPolicy, request: &Request) -> (Vec<u32>, Duration, Timings) {
     let mut speculator = Speculator::new(&mut mock, Box::new(LookupDraft), mode, 7, Metrics::new("test", "cpu"));
     speculator.now = || CLOCK.get();
-    let mut sequence = Sequence::start(&mock).unwrap();
+    let mut sequence = Sequence::start(&mut mock).unwrap();
     speculator.start(&mut mock);
     speculator.follow(Some(&sequence));
     let logits = sequence.extend(&mut mock, &request.ids, Rows::Last, &mut PassHooks::default()).unwrap();

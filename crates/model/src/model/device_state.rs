@@ -9,13 +9,13 @@ use super::{
     shared_backend::SharedBackend,
     state::{
         kv_pages::PagePool,
-        pass_ahead::PassAhead,
+        pass_ahead::{PassAhead, collect},
         sequence::{ArenaList, FreeArenas, kv_shape},
     },
 };
 use crate::error::ModelError;
 use moestro_compute::{
-    device::Timeline,
+    device::{DeviceError, Timeline},
     ops::{AttentionShape, Backend, BackendLimits, ExpertSlots, ReservedBuffer},
 };
 use std::sync::Arc;
@@ -106,6 +106,19 @@ impl DeviceState {
             ahead: None,
             last_logits: Arc::default(),
         })
+    }
+
+    /// Runs `work` between two passes. A failure of the device ends here, so that the next pass can succeed.
+    pub fn between_passes<T>(
+        &mut self,
+        work: impl FnOnce(&mut Self) -> Result<T, DeviceError>,
+    ) -> Result<T, ModelError> {
+        collect(&mut self.ahead, &mut self.backend);
+        let done = work(self);
+        if done.is_err() {
+            self.backend.drop_failure();
+        }
+        Ok(done?)
     }
 
     /// The expert slots on the device, through which the store releases and restores segments.

@@ -21,7 +21,7 @@ use moestro_compute::{
     experts::{self, ExpertStore, PackRecords},
     ops::{Backend, Cpu, GpuBackend},
 };
-use std::{cell::RefCell, path::Path, sync::Arc};
+use std::{path::Path, sync::Arc};
 
 /// A model that the GPU cannot compute, and the reason.
 pub struct Rejected {
@@ -98,7 +98,7 @@ impl Qwen {
                 if let Some(store) = &parts.store {
                     store.verify_in_background(!device.limits.is_async);
                 }
-                Ok(Self { parts, device: RefCell::new(device) })
+                Ok(Self { parts, device })
             }
             Err(error) => Err(Box::new((parts, error))),
         }
@@ -117,7 +117,7 @@ impl Qwen {
     /// If the model's GPU was lost, moves the model to the CPU and returns true. Weights and experts are always in the
     /// CPU's memory. New sequences keep the KV format of existing snapshots.
     pub(super) fn leave_lost_device(&mut self) -> Result<bool, ModelError> {
-        let lost = self.device.get_mut();
+        let lost = &mut self.device;
         // Waiting returns the pending errors, so that the next request does not get the errors of this request.
         let end = lost.backend.sync_point();
         let _ = lost.backend.wait_for(end);
@@ -130,7 +130,7 @@ impl Qwen {
         let stores = store.iter().chain(mtp.iter().filter_map(|head| head.store.as_ref()));
         stores.for_each(ExpertStore::device_lost);
         let cpu = Cpu::new(compute.clone());
-        *self.device.get_mut() = DeviceState::new(&self.parts, Box::new(cpu), Some(kv))?;
+        self.device = DeviceState::new(&self.parts, Box::new(cpu), Some(kv))?;
         if !taps.layers.is_empty() {
             self.set_taps(&taps)?;
         }

@@ -191,7 +191,7 @@ pub trait Model: HiddenStates + Send + 'static {
     fn info(&self) -> ModelInfo;
 
     /// Starts an empty sequence.
-    fn start(&self) -> Result<Self::State, ModelError>;
+    fn start(&mut self) -> Result<Self::State, ModelError>;
 
     /// Appends `ids` to the sequence. The logits do not depend on how `ids` are split into calls, with one exception. A
     /// GPU computes prompts in half precision, so a row's bytes depend on whether its call has one row or several.
@@ -214,11 +214,11 @@ pub trait Model: HiddenStates + Send + 'static {
     fn forward_each(&mut self, rows: &mut [(&mut Self::State, u32)]) -> Result<Logits, ModelError>;
 
     /// Takes a snapshot of the whole sequence.
-    fn snapshot(&self, state: &mut Self::State) -> Result<Snapshot, ModelError>;
+    fn snapshot(&mut self, state: &mut Self::State) -> Result<Snapshot, ModelError>;
 
     /// Restores a snapshot taken by this model or by another model with the same weights. Reuses the memory of `reuse`,
     /// and does not copy pages that `reuse` already holds.
-    fn restore(&self, snapshot: &Snapshot, reuse: Option<Self::State>) -> Result<Self::State, ModelError>;
+    fn restore(&mut self, snapshot: &Snapshot, reuse: Option<Self::State>) -> Result<Self::State, ModelError>;
 
     /// Frees memory when the system is short of memory. A later call allocates the freed memory again. Called between
     /// passes and while idle. Never changes results.

@@ -6,22 +6,17 @@ use super::{
     decode_ahead,
     device_state::DeviceState,
     drafts::mtp::{HiddenRows, MtpPrediction, PassDevice},
-    forward::{
-        buffers::Buffers,
-        pass::{Chunk, ImageRows, SequenceRow, SnapshotMarks},
-    },
+    forward::pass::{Chunk, SequenceRow, SnapshotMarks},
     hidden_taps::TapBuffers,
     model_parts::ModelParts,
     positions::RowPositions,
-    shared_backend::SharedBackend,
     state::{
         kv_pages::PagePool,
         pass_ahead::collect,
         rollback::{Commit, MAX_VERIFY_ROWS},
-        sequence::{ArenaList, LayerState, QwenState, kv_bytes_per_token, kv_shape},
+        sequence::{ArenaList, QwenState, kv_bytes_per_token, kv_shape},
     },
-    vision::{Image, PlacedImage, Vision},
-    weights::Mixer,
+    vision::{Image, Vision},
 };
 use crate::{
     error::ModelError,
@@ -29,17 +24,16 @@ use crate::{
 };
 use moestro_base::platform::os::MemoryLevel;
 use moestro_compute::{
-    device::{CpuDevice, DeviceError},
-    experts::{ExpertStore, PassKind},
+    device::CpuDevice,
+    experts::ExpertStore,
     ops::{Backend, Embedding, KvBits, Linear, ModelPart},
 };
-use std::{cell::RefCell, ops::Range, sync::Arc, time::Instant};
+use std::{sync::Arc, time::Instant};
 
 /// A loaded model.
 pub struct Qwen {
     pub(super) parts: ModelParts,
-    /// A `RefCell`, because sequences start through a shared reference.
-    pub(super) device: RefCell<DeviceState>,
+    pub(super) device: DeviceState,
 }
 
 impl Model for Qwen {
@@ -52,16 +46,16 @@ impl Model for Qwen {
             context: plan.context,
             chunk: plan.chunk,
             batch: self.batch(),
-            exact_chunks: !self.device.borrow().limits.uses_half_precision,
-            snapshot_size: SnapshotSize { state: shape.state, page: self.device.borrow().pool.page_size() },
-            pages: Some(self.device.borrow().pool.clone()),
+            exact_chunks: !self.device.limits.uses_half_precision,
+            snapshot_size: SnapshotSize { state: shape.state, page: self.device.pool.page_size() },
+            pages: Some(self.device.pool.clone()),
             images: self.parts.vision.as_ref().map(|vision| vision.processor.clone()),
             threads: Some(self.parts.compute.threads.clone()),
         }
     }
 
-    fn start(&self) -> Result<QwenState, ModelError> {
-        let DeviceState { backend, free_arenas, pool, kv_shape, .. } = &mut *self.device.borrow_mut();
+    fn start(&mut self) -> Result<QwenState, ModelError> {
+        let DeviceState { backend, free_arenas, pool, kv_shape, .. } = &mut self.device;
         Ok(QwenState::new(&self.parts.config, *kv_shape, pool, free_arenas, backend)?)
     }
 
@@ -87,20 +81,20 @@ impl Model for Qwen {
         Ok(Logits { vocab: self.parts.config.vocab, data: data.into() })
     }
 
-    fn snapshot(&self, state: &mut QwenState) -> Result<Snapshot, ModelError> {
-        let device = &mut *self.device.borrow_mut();
+    fn snapshot(&mut self, state: &mut QwenState) -> Result<Snapshot, ModelError> {
+        let device = &mut self.device;
         let lock = device.backend.clone();
         let _guard = lock.lock();
-        self.replay(device, state)?;
+        self.parts.replay(device, state)?;
         let fixed = state.fixed_bytes(&mut device.backend)?;
         Ok(state.snapshot(state.len, state.next, fixed, &mut device.backend)?)
     }
 
-    fn restore(&self, snapshot: &Snapshot, reuse: Option<QwenState>) -> Result<QwenState, ModelError> {
+    fn restore(&mut self, snapshot: &Snapshot, reuse: Option<QwenState>) -> Result<QwenState, ModelError> {
         if snapshot.len > self.parts.plan.context {
             return Err(ModelError::ContextFull { context: self.parts.plan.context });
         }
-        let DeviceState { backend, free_arenas, pool, kv_shape, .. } = &mut *self.device.borrow_mut();
+        let DeviceState { backend, free_arenas, pool, kv_shape, .. } = &mut self.device;
         let mut state = match reuse {
             Some(state) => state,
             None => QwenState::uninitialised(&self.parts.config, *kv_shape, pool, free_arenas, backend)?,
@@ -111,7 +105,7 @@ impl Model for Qwen {
 
     fn fit_memory(&mut self) {
         let is_short = match (&self.parts.store, &self.parts.vision) {
-            (Some(store), _) => store.adapt_to_memory(&mut self.device.get_mut().placed_slots()),
+            (Some(store), _) => store.adapt_to_memory(&mut self.device.placed_slots()),
             (None, Some(vision)) => vision.memory_is_short(),
             (None, None) => false,
         };
@@ -127,17 +121,17 @@ impl Model for Qwen {
 
 impl HiddenStates for Qwen {
     fn set_taps(&mut self, taps: &HiddenTaps) -> Result<(), ModelError> {
-        let device = self.device.get_mut();
+        let device = &mut self.device;
         device.taps = TapBuffers::new(taps, &self.parts.config, device.buffers.rows, &mut device.backend)?;
         Ok(())
     }
 
     fn enable_taps(&mut self, on: bool) {
-        self.device.get_mut().taps.disabled = !on;
+        self.device.taps.disabled = !on;
     }
 
     fn tapped_rows(&mut self, rows: usize, out: &mut Vec<f32>) -> Result<(), ModelError> {
-        let DeviceState { backend, buffers, taps, .. } = self.device.get_mut();
+        let DeviceState { backend, buffers, taps, .. } = &mut self.device;
         Ok(taps.read(rows, buffers.residual(), self.parts.config.residual_width(), backend, out)?)
     }
 }
@@ -163,11 +157,11 @@ impl Qwen {
     /// Releases or restores expert slots for this memory level. Returns true if slots were released.
     pub fn adapt_to_level(&mut self, level: MemoryLevel, now: Instant) -> bool {
         let Some(store) = &self.parts.store else { return false };
-        store.adapt_to_level(level, now, &mut self.device.get_mut().placed_slots())
+        store.adapt_to_level(level, now, &mut self.device.placed_slots())
     }
 
     pub fn is_on_gpu(&self) -> bool {
-        self.device.borrow().limits.is_async
+        self.device.limits.is_async
     }
 
     /// The CPU threads, for a draft model that runs while the model is idle.
@@ -177,7 +171,7 @@ impl Qwen {
 
     /// Number of bytes of the keys and values of one token in all layers.
     pub fn kv_bytes(&self) -> u64 {
-        kv_bytes_per_token(&self.parts.config, self.device.borrow().kv_shape.format)
+        kv_bytes_per_token(&self.parts.config, self.device.kv_shape.format)
     }
 
     /// Sets the number of bits of keys and values for new sequences. Older sequences can only continue after the old
@@ -187,7 +181,7 @@ impl Qwen {
     /// The device does not support the format.
     pub fn set_kv_bits(&mut self, bits: KvBits) -> Result<(), ModelError> {
         let ModelParts { config, plan, .. } = &self.parts;
-        let device = self.device.get_mut();
+        let device = &mut self.device;
         let shape = kv_shape(config, &device.limits, bits, device.kv_shape.context, device.buffers.rows);
         device.backend.accept(ModelPart::Attention(&shape))?;
         if shape != device.kv_shape {
@@ -215,7 +209,7 @@ impl Qwen {
 
     /// Adds more rows to the verify of the last call. [`SequenceState::reject`](super::SequenceState::reject) then
     /// applies to the rows of both calls.
-    pub fn verify_on(&self, state: &mut QwenState, ids: &[u32]) -> Result<Logits, ModelError> {
+    pub fn verify_on(&mut self, state: &mut QwenState, ids: &[u32]) -> Result<Logits, ModelError> {
         if state.verified == 0 {
             return Err(ModelError::Config("there is no verify to continue".into()));
         }
@@ -227,7 +221,7 @@ impl Qwen {
     /// # Errors
     /// The model has no vision tower, or its weights cannot be read.
     pub fn encode_image(&self, image: &Image) -> Result<Arc<Vec<f32>>, ModelError> {
-        self.vision()?.rows(image, None)
+        self.parts.vision()?.rows(image, None)
     }
 
     /// Frees the cached rows of images that no prompt has begun, and weights of the vision tower on a GPU.
@@ -235,66 +229,49 @@ impl Qwen {
         self.parts.vision.iter().for_each(Vision::release);
     }
 
-    fn vision(&self) -> Result<&Vision, ModelError> {
-        self.parts.vision.as_ref().ok_or_else(|| ModelError::Config("the model has no vision tower".into()))
-    }
-
     /// Returns the embedding rows `[ids, hidden]` of a few tokens, for a draft model. Overwrites the hidden rows of the
     /// last pass.
-    pub fn embedding(&self, ids: &[u32]) -> Result<Vec<f32>, ModelError> {
+    pub fn embedding(&mut self, ids: &[u32]) -> Result<Vec<f32>, ModelError> {
         self.parts.check_ids(0, ids)?;
         let mut rows = vec![0.0; ids.len() * self.parts.config.hidden];
-        self.compute_for_draft(ids.len(), |backend, b| {
-            backend.write_words(b.ids, ids)?;
+        check_draft_rows(ids.len(), self.device.buffers.rows)?;
+        self.device.between_passes(|DeviceState { backend, buffers, .. }| {
+            backend.write_words(buffers.ids, ids)?;
             let table = &self.parts.net.embed;
-            backend.execute(&Embedding { table, tokens: ids.len(), ids: b.ids, into: b.h }.into())?;
-            backend.read_floats(b.h, &mut rows)
+            backend.execute(&Embedding { table, tokens: ids.len(), ids: buffers.ids, into: buffers.h }.into())?;
+            backend.read_floats(buffers.h, &mut rows)
         })?;
         Ok(rows)
     }
 
     /// Returns the output head's logits `[rows, vocab]` of a few normalised rows `[rows, hidden]`, for a draft model.
     /// Overwrites the hidden rows of the last pass.
-    pub fn head_logits(&self, rows: &[f32]) -> Result<Vec<f32>, ModelError> {
+    pub fn head_logits(&mut self, rows: &[f32]) -> Result<Vec<f32>, ModelError> {
         let hidden = self.parts.config.hidden;
         let vocab = self.parts.config.vocab;
         let tokens = rows.len() / hidden;
         let mut logits = vec![0.0; tokens * vocab];
-        self.compute_for_draft(tokens, |backend, b| {
-            backend.write(b.normed.floats(rows.len()), bytemuck::cast_slice(rows))?;
+        check_draft_rows(tokens, self.device.buffers.rows)?;
+        self.device.between_passes(|DeviceState { backend, buffers, .. }| {
+            backend.write(buffers.normed.floats(rows.len()), bytemuck::cast_slice(rows))?;
             let matrices = std::slice::from_ref(self.parts.net.head());
-            backend.execute(&Linear { x: b.normed, tokens, norm: None, matrices, y: b.logits, add: false }.into())?;
-            backend.read_floats(b.logits, &mut logits)
+            let x = buffers.normed;
+            backend.execute(&Linear { x, tokens, norm: None, matrices, y: buffers.logits, add: false }.into())?;
+            backend.read_floats(buffers.logits, &mut logits)
         })?;
         Ok(logits)
     }
 
-    /// Computes `rows` rows for a draft model. A failure of the device ends here, so that the next pass can succeed.
-    fn compute_for_draft(
-        &self,
-        rows: usize,
-        run: impl FnOnce(&mut SharedBackend, &Buffers) -> Result<(), DeviceError>,
-    ) -> Result<(), ModelError> {
-        let DeviceState { backend, buffers, ahead, .. } = &mut *self.device.borrow_mut();
-        check_draft_rows(rows, buffers.rows)?;
-        collect(ahead, backend);
-        let done = run(backend, buffers);
-        if done.is_err() {
-            backend.drop_failure();
-        }
-        Ok(done?)
-    }
-
     /// Capacity of the MTP head's cache in positions. `None` without an MTP head.
     pub fn mtp_capacity(&self) -> Option<usize> {
-        self.device.borrow().mtp.as_ref().map(|mtp| mtp.positions)
+        self.device.mtp.as_ref().map(|mtp| mtp.positions)
     }
 
     /// Runs the MTP head on `ids` and predicts the token after the last of `ids`. The head's cache keeps the positions
     /// before `at`. Later positions are replaced. `hidden` has the hidden row before each of `ids`.
-    pub fn mtp(&self, at: usize, ids: &[u32], hidden: HiddenRows<'_>) -> Result<MtpPrediction, ModelError> {
+    pub fn mtp(&mut self, at: usize, ids: &[u32], hidden: HiddenRows<'_>) -> Result<MtpPrediction, ModelError> {
         let Some(head) = &self.parts.mtp else { return Err(ModelError::Config("the model has no MTP head".into())) };
-        let DeviceState { backend, limits, buffers, scratch, mtp, ahead, .. } = &mut *self.device.borrow_mut();
+        let DeviceState { backend, limits, buffers, scratch, mtp, ahead, .. } = &mut self.device;
         let Some(state) = mtp else { return Err(ModelError::Config("the MTP head is not on the device".into())) };
         collect(ahead, backend);
         head.predict(at, ids, hidden, state, PassDevice { backend, limits: *limits, buffers, scratch })
@@ -302,7 +279,7 @@ impl Qwen {
 
     /// Runs one pass for each chunk of `ids`, or a verify.
     fn forward_chunks(
-        &self,
+        &mut self,
         state: &mut QwenState,
         ids: &[u32],
         rows: Rows,
@@ -315,7 +292,7 @@ impl Qwen {
             Rows::Verify => return self.verify_after(0, state, ids),
         };
         if let [id] = *ids {
-            let device = &mut *self.device.borrow_mut();
+            let device = &mut self.device;
             let has_next = rows == Rows::Last && hooks.next.is_some();
             if state.ahead.is_some() || has_next && decode_ahead::is_possible(&self.parts, device) {
                 return decode_ahead::forward(&self.parts, device, state, id, hooks.next);
@@ -323,7 +300,7 @@ impl Qwen {
         }
         self.parts.check_ids(state.len, ids)?;
         state.verified = 0;
-        let device = &mut *self.device.borrow_mut();
+        let device = &mut self.device;
         let mut logits = self.parts.new_logits(device, wanted);
         let mut marks = hooks.snapshot_at;
         let mut rest = ids.len();
@@ -336,7 +313,7 @@ impl Qwen {
             let here: Vec<usize> = marks.iter().map(|mark| mark - start).take_while(|mark| *mark <= tokens).collect();
             marks = &marks[here.len()..];
             let positions = RowPositions::new(state.next, start, hooks.images);
-            let image_rows = self.image_rows(hooks.images, start..start + tokens, hooks.keep_going)?;
+            let image_rows = self.parts.image_rows(hooks.images, start..start + tokens, hooks.keep_going)?;
             let chunk = Chunk {
                 image_rows: &image_rows,
                 logits: tokens - wanted_here..tokens,
@@ -359,48 +336,24 @@ impl Qwen {
         Ok(self.parts.keep_logits(device, logits))
     }
 
-    /// The rows of `images` for these tokens of a sequence.
-    fn image_rows(
-        &self,
-        images: &[PlacedImage],
-        tokens: Range<usize>,
-        keep_going: Option<&dyn Fn() -> bool>,
-    ) -> Result<Vec<ImageRows>, ModelError> {
-        let here = images.iter().filter_map(|placed| {
-            let image = placed.tokens();
-            let from = image.start.max(tokens.start);
-            let to = image.end.min(tokens.end);
-            let row = from - tokens.start;
-            let part = from - image.start..to - image.start;
-            (from < to).then_some((&placed.image, row, part, to == image.end))
-        });
-        here.map(|(image, row, tokens, is_finished)| {
-            let vision = self.vision()?;
-            let values = vision.rows(image, keep_going)?;
-            vision.set_finished(image, is_finished);
-            Ok(ImageRows { row, values, tokens })
-        })
-        .collect()
-    }
-
     /// Maximum number of sequences that one pass computes together.
     fn batch(&self) -> usize {
-        let device = self.device.borrow();
+        let device = &self.device;
         let config = &self.parts.config;
         let is_possible = config.ngrams.is_empty() && config.streams.is_none() && config.indexer.is_none();
         if is_possible { MAX_VERIFY_ROWS.min(device.buffers.block).max(1) } else { 1 }
     }
 
     /// Runs one pass with one row of each sequence. The sequences share buffers.
-    fn forward_sequences(&self, rows: &mut [(&mut QwenState, u32)]) -> Result<Logits, ModelError> {
+    fn forward_sequences(&mut self, rows: &mut [(&mut QwenState, u32)]) -> Result<Logits, ModelError> {
         let count = rows.len();
         if count > self.batch() {
             return Err(ModelError::Config(format!("one pass cannot compute {count} sequences")));
         }
-        let device = &mut *self.device.borrow_mut();
+        let device = &mut self.device;
         for (state, id) in &mut *rows {
             self.parts.check_ids(state.len, &[*id])?;
-            self.replay(device, state)?;
+            self.parts.replay(device, state)?;
         }
         let ids: Vec<u32> = rows.iter().map(|(_, id)| *id).collect();
         let sequence = |(state, _): &(&mut QwenState, u32)| SequenceRow {
@@ -412,7 +365,7 @@ impl Qwen {
         let chunk = Chunk {
             sequences: &sequences,
             logits: 0..count,
-            kind: self.pass_kind(count),
+            kind: self.parts.pass_kind(count),
             ..Chunk::new(&ids, 0, RowPositions::new(0, 0, &[]))
         };
         let mut logits = self.parts.new_logits(device, count);
@@ -425,17 +378,10 @@ impl Qwen {
         Ok(self.parts.keep_logits(device, logits))
     }
 
-    /// The kind of a pass that decodes a few rows. If there are enough slots for the experts of all rows, each expert
-    /// stays in its slot until its layer is computed.
-    fn pass_kind(&self, rows: usize) -> PassKind {
-        let slots = self.store().map_or(0, ExpertStore::slots);
-        if rows * self.parts.config.experts_per_token() <= slots { PassKind::Decode } else { PassKind::Prefill }
-    }
-
-    fn verify_after(&self, before: usize, state: &mut QwenState, ids: &[u32]) -> Result<Logits, ModelError> {
+    fn verify_after(&mut self, before: usize, state: &mut QwenState, ids: &[u32]) -> Result<Logits, ModelError> {
         self.parts.check_ids(state.len, ids)?;
         let config = &self.parts.config;
-        let device = &mut *self.device.borrow_mut();
+        let device = &mut self.device;
         let rows = ids.len();
         if rows == 0 || before + rows > MAX_VERIFY_ROWS || rows > device.buffers.rows {
             return Err(ModelError::Config(format!("a verify has 1 to {MAX_VERIFY_ROWS} rows, not {rows}")));
@@ -445,7 +391,7 @@ impl Qwen {
         }
         let chunk = Chunk {
             logits: 0..rows,
-            kind: self.pass_kind(rows),
+            kind: self.parts.pass_kind(rows),
             commit: Commit::verify_after(before),
             ..Chunk::new(ids, state.len, RowPositions::new(state.next, state.len, &[]))
         };
@@ -457,17 +403,6 @@ impl Qwen {
         state.len += rows;
         state.next += rows;
         Ok(self.parts.keep_logits(device, logits))
-    }
-
-    /// Adds the rows in the replay buffers, from an earlier verify, to the states of the delta nets.
-    fn replay(&self, device: &mut DeviceState, state: &mut QwenState) -> Result<(), ModelError> {
-        for (layer, layer_state) in self.parts.net.layers.iter().zip(&mut state.layers) {
-            if let (Mixer::DeltaNet(delta_net), LayerState::DeltaNet(delta)) = (&layer.mixer, layer_state) {
-                delta_net.replay(delta, &device.buffers, &mut device.backend)?;
-            }
-        }
-        state.verified = 0;
-        Ok(())
     }
 }
 

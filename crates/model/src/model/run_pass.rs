@@ -5,7 +5,7 @@ use super::{
     device_state::DeviceState,
     forward::{
         self,
-        pass::{Chunk, LayerHooks, Pass, SnapshotMarks},
+        pass::{Chunk, ImageRows, LayerHooks, Pass, SnapshotMarks},
     },
     model_parts::ModelParts,
     ngram_table::NgramInput,
@@ -14,9 +14,12 @@ use super::{
         rollback::MAX_VERIFY_ROWS,
         sequence::{LayerState, QwenState},
     },
+    vision::{PlacedImage, Vision},
+    weights::Mixer,
 };
 use crate::error::ModelError;
-use std::sync::Arc;
+use moestro_compute::experts::{ExpertStore, PassKind};
+use std::{ops::Range, sync::Arc};
 
 /// The states of all layers of several sequences that share buffers.
 fn states_together(sequences: &[&mut QwenState]) -> Vec<LayerState> {
@@ -54,6 +57,52 @@ impl ModelParts {
             device.last_logits = logits.data.clone();
         }
         logits
+    }
+
+    pub fn vision(&self) -> Result<&Vision, ModelError> {
+        self.vision.as_ref().ok_or_else(|| ModelError::Config("the model has no vision tower".into()))
+    }
+
+    /// The rows of `images` for these tokens of a sequence.
+    pub fn image_rows(
+        &self,
+        images: &[PlacedImage],
+        tokens: Range<usize>,
+        keep_going: Option<&dyn Fn() -> bool>,
+    ) -> Result<Vec<ImageRows>, ModelError> {
+        let here = images.iter().filter_map(|placed| {
+            let image = placed.tokens();
+            let from = image.start.max(tokens.start);
+            let to = image.end.min(tokens.end);
+            let row = from - tokens.start;
+            let part = from - image.start..to - image.start;
+            (from < to).then_some((&placed.image, row, part, to == image.end))
+        });
+        here.map(|(image, row, tokens, is_finished)| {
+            let vision = self.vision()?;
+            let values = vision.rows(image, keep_going)?;
+            vision.set_finished(image, is_finished);
+            Ok(ImageRows { row, values, tokens })
+        })
+        .collect()
+    }
+
+    /// The kind of a pass that decodes a few rows. If there are enough slots for the experts of all rows, each expert
+    /// stays in its slot until its layer is computed.
+    pub fn pass_kind(&self, rows: usize) -> PassKind {
+        let slots = self.store.as_ref().map_or(0, ExpertStore::slots);
+        if rows * self.config.experts_per_token() <= slots { PassKind::Decode } else { PassKind::Prefill }
+    }
+
+    /// Adds the rows in the replay buffers, from an earlier verify, to the states of the delta nets.
+    pub fn replay(&self, device: &mut DeviceState, state: &mut QwenState) -> Result<(), ModelError> {
+        for (layer, layer_state) in self.net.layers.iter().zip(&mut state.layers) {
+            if let (Mixer::DeltaNet(delta_net), LayerState::DeltaNet(delta)) = (&layer.mixer, layer_state) {
+                delta_net.replay(delta, &device.buffers, &mut device.backend)?;
+            }
+        }
+        state.verified = 0;
+        Ok(())
     }
 
     /// Runs one pass. Fills `logits` with the rows that the chunk asks for. If `logits` is `None`, only submits the
