@@ -7,6 +7,7 @@
 //! installed, reads a file of the same size with direct I/O: 1 MiB per read, 16 reads in flight. Neither file is in the
 //! page cache. Prints CSV: the round, MB/s of both, their ratio.
 
+use mock_model::MockModel;
 use moestro_base::metrics::Metrics;
 use moestro_engine::{
     DiskCacheOptions,
@@ -97,7 +98,7 @@ fn main() {
     let storage = DiskCacheOptions { dir: root.clone(), limit: 8 << 30, key: "a bench".into() };
     let open = || {
         let cache = Arc::new(PromptCache::new(4 << 30, SIZE, Metrics::new("bench", "cpu")));
-        cache.open_disk(storage.clone(), tokens);
+        cache.open_disk(storage.clone(), tokens, || ());
         cache
     };
     let ids: Vec<u32> = (0..tokens as u32).collect();
@@ -106,15 +107,18 @@ fn main() {
     let pages = ids.chunks(PAGE).map(&mut page).collect();
     let snapshot = Snapshot { len: tokens, pages, state: Arc::new(noise(SIZE.state as usize, &mut 2)) };
     let bytes = SIZE.bytes(tokens, 0);
+    // The pages of this model are copies.
+    let mut model = MockModel::default();
     let cache = open();
     cache.insert(&ids, SnapshotKind::Message, snapshot, cache.clear_count());
     let begin = Instant::now();
     while cache.status().disk.is_none_or(|disk| disk.snapshots == 0) {
         assert!(begin.elapsed() < Duration::from_secs(300), "the snapshot was not written within five minutes");
-        std::thread::sleep(Duration::from_millis(20));
+        cache.answer_page_request(&mut model);
+        std::thread::yield_now();
     }
     println!("# {tokens} tokens, {bytes} bytes; written in {:.2} s", begin.elapsed().as_secs_f64());
-    cache.close();
+    cache.close(&mut model);
     drop(cache);
     println!("round,read_mb_s,fio_mb_s,ratio");
     let mut ratios = Vec::new();
@@ -123,10 +127,10 @@ fn main() {
         forget(&root);
         let cache = open();
         let begin = Instant::now();
-        let found = cache.longest_prefix(&prompt, 0).expect("the snapshot").0;
+        let found = cache.longest_prefix(&prompt, 0, &mut model).expect("the snapshot").0;
         let rate = bytes as f64 / begin.elapsed().as_secs_f64() / 1e6;
         assert_eq!(found.len, tokens);
-        cache.close();
+        cache.close(&mut model);
         drop((found, cache));
         match fio(&Path::new(dir).join("moestro-fio"), bytes) {
             Some(fio) => {

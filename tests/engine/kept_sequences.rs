@@ -2,7 +2,9 @@
 
 use super::scheduler::{MS, answer, engine, options, request};
 use mock_model::MockModel;
-use moestro_engine::{CacheSalt, DiskCacheOptions, Handle, Image, Options, PlacedImage, Request, collect};
+use moestro_engine::{
+    CacheSalt, DiskCacheOptions, Event, Handle, Image, Options, PlacedImage, Request, Sampling, collect,
+};
 use std::{
     sync::{Arc, atomic::Ordering},
     time::{Duration, Instant},
@@ -137,4 +139,20 @@ fn salted_snapshot_on_disk_needs_its_salt() {
     assert_eq!(metrics.prompt_cache_hits_disk.get(), 0);
     assert_eq!(cached(&second, &longer, Some("a")), 11);
     assert_eq!(metrics.prompt_cache_hits_disk.get(), 1);
+}
+
+#[test]
+fn snapshot_is_written_while_engine_decodes() {
+    let dir = tempfile::tempdir().unwrap();
+    let disk_cache = Some(DiskCacheOptions { dir: dir.path().into(), limit: 1 << 20, key: "mock".into() });
+    let tokens = 1 << 20;
+    let mock = MockModel { context: 2 * tokens, answer: Some(vec![5; tokens]), ..MockModel::default() };
+    let (handle, ..) = engine(&mock, Options { prompt_cache: 1 << 20, disk_cache, ..options() });
+    let mut events = handle.submit(Request::new((30..42).collect(), tokens, Sampling::greedy())).unwrap();
+    while handle.prompt_cache().disk.unwrap().snapshots == 0 {
+        assert!(
+            !matches!(events.try_recv(), Ok(Event::Done { .. })),
+            "the answer ended before the snapshot was written"
+        );
+    }
 }

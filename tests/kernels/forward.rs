@@ -177,7 +177,7 @@ fn shared_pages_are_not_written() {
     let mut alone = Model::restore(&mut gpu, &made, None).unwrap();
     let mut row = |id: u32| gpu.forward(&mut alone, &[id], Rows::Last).unwrap().data;
     assert!(row(5) == first && row(33) == third && first != second);
-    let same = |(held, made): (&Arc<KvPage>, &Arc<KvPage>)| held.read().unwrap() == made.read().unwrap();
+    let same = |(held, made): (&Arc<KvPage>, &Arc<KvPage>)| gpu.read_page(held).unwrap() == made.copied().unwrap();
     assert!(snapshot.pages.iter().zip(&made.pages).all(same));
 }
 

@@ -357,6 +357,11 @@ fn large_hugging_face_norms_are_zero_centred() {
     assert!(logits(&large) == logits(&mlx(large)));
 }
 
+/// Copies of the pages of a snapshot.
+fn copied(model: &mut Qwen, snapshot: &Snapshot) -> Vec<Arc<KvPage>> {
+    snapshot.pages.iter().map(|page| Arc::new(model.read_page(page).unwrap().into())).collect()
+}
+
 /// Blocks of 3 positions cross the boundary of a page, at position 256. A block that starts in a full page closes in the
 /// next page, and may close again after drafts were rejected.
 #[test]
@@ -374,9 +379,8 @@ fn blocks_cross_pages() {
     for chunk in [1, 100] {
         assert!(prefill(&mut model, &ids, chunk).0.data == expected.data, "chunks of {chunk}");
     }
-    let copied = |page: &Arc<KvPage>| Arc::new(KvPage::from(page.read().unwrap().into_owned()));
     for (at, snapshot) in marks.into_iter().zip(snapshots) {
-        let pages = snapshot.pages.iter().map(copied).collect();
+        let pages = copied(&mut model, &snapshot);
         let mut state = model.restore(&Snapshot { pages, ..snapshot }, None).unwrap();
         let draft = [&ids[at..at + 1], &[7, 8, 9, 10][..]].concat();
         model.verify(&mut state, &draft).unwrap();
@@ -438,8 +442,7 @@ fn synthetic_model_matches_reference_across_budget() {
     let (mut model, at) = (load(2304), 2053);
     let mut state = model.start().unwrap();
     let (_, snapshots) = forward_with_snapshots(&mut model, &mut state, &ids[..2060], Rows::None, &[at]);
-    let copied = |page: &Arc<KvPage>| Arc::new(KvPage::from(page.read().unwrap().into_owned()));
-    let pages = snapshots[0].pages.iter().map(copied).collect();
+    let pages = copied(&mut model, &snapshots[0]);
     drop(state);
     let mut restored = model.restore(&Snapshot { pages, ..snapshots[0].clone() }, None).unwrap();
     let rest = model.forward(&mut restored, &ids[at..], Rows::All).unwrap();

@@ -29,8 +29,8 @@ fn lengths(seed: u64) -> Vec<usize> {
     all
 }
 
-fn bytes(snapshot: &Snapshot) -> (Vec<Vec<u8>>, &[u8]) {
-    (snapshot.pages.iter().map(|page| page.read().unwrap().into_owned()).collect(), &snapshot.state)
+fn bytes<'a>(model: &mut Qwen, snapshot: &'a Snapshot) -> (Vec<Vec<u8>>, &'a [u8]) {
+    (snapshot.pages.iter().map(|page| model.read_page(page).unwrap()).collect(), &snapshot.state)
 }
 
 /// A cache in `dir` that shares pages with `model`.
@@ -39,15 +39,16 @@ fn open(dir: &Path, model: &Qwen) -> Arc<PromptCache> {
     let cache = Arc::new(PromptCache::new(1 << 30, info.snapshot_size, Metrics::new("test", "cpu")));
     cache.set_page_pool(info.pages);
     let options = DiskCacheOptions { dir: dir.to_owned(), limit: 1 << 30, key: "a model".into() };
-    cache.open_disk(options, info.context);
+    cache.open_disk(options, info.context, || ());
     cache
 }
 
-fn wait_until_written(cache: &PromptCache, count: usize) {
+fn wait_until_written(cache: &PromptCache, model: &mut Qwen, count: usize) {
     let deadline = Instant::now() + Duration::from_secs(300);
     while cache.status().disk.unwrap().snapshots < count {
         assert!(Instant::now() < deadline, "{:?}", cache.status());
-        std::thread::sleep(Duration::from_millis(5));
+        cache.answer_page_request(model);
+        std::thread::yield_now();
     }
 }
 
@@ -65,13 +66,14 @@ fn check_family(name: &str, dir: &Path, kv_bits: KvBits, lengths: &[usize]) {
     };
     let mut state = first.start().unwrap();
     let (computed, taken) = forward_with_snapshots(&mut first, &mut state, &ids, Rows::All, lengths);
-    let taken_bytes: Vec<_> = taken.iter().map(bytes).collect();
+    let taken_bytes: Vec<_> = taken.iter().map(|snapshot| bytes(&mut first, snapshot)).collect();
 
     let check = |cache: &PromptCache, model: &mut Qwen| {
         for (&len, expected) in lengths.iter().zip(&taken_bytes) {
-            let (found, source) = cache.longest_prefix(&ids[..=len], 0).unwrap_or_else(|| panic!("{name}: lost {len}"));
+            let (found, source) =
+                cache.longest_prefix(&ids[..=len], 0, model).unwrap_or_else(|| panic!("{name}: lost {len}"));
             assert_eq!((found.len, source), (len, SnapshotSource::Disk), "{name}");
-            assert!(bytes(&found) == *expected, "{name}: other bytes at {len}");
+            assert!(bytes(model, &found) == *expected, "{name}: other bytes at {len}");
             let mut state = model.restore(&found, None).unwrap();
             let next = model.forward(&mut state, &ids[len..=len], Rows::Last).unwrap();
             assert!(next.data[..] == computed.data[len * vocab..(len + 1) * vocab], "{name}: other logits at {len}");
@@ -81,17 +83,17 @@ fn check_family(name: &str, dir: &Path, kv_bits: KvBits, lengths: &[usize]) {
     for (&len, snapshot) in lengths.iter().zip(&taken) {
         cache.insert(&ids[..len], SnapshotKind::Message, snapshot.clone(), cache.clear_count());
     }
-    wait_until_written(&cache, lengths.len());
+    wait_until_written(&cache, &mut first, lengths.len());
     // This evicts all snapshots from memory.
     cache.set_page_pool(first.info().pages);
     check(&cache, &mut first);
-    cache.close();
+    cache.close(&mut first);
 
     let mut second = load();
     let cache = open(cache_dir.path(), &second);
     assert_eq!(cache.status().disk.unwrap().snapshots, lengths.len(), "{name}: snapshots removed at the start");
     check(&cache, &mut second);
-    cache.close();
+    cache.close(&mut second);
 }
 
 #[test]

@@ -76,9 +76,6 @@ pub fn spawn_with<M: Model>(
     let info = model.info();
     let cache = Arc::new(PromptCache::new(options.prompt_cache, info.snapshot_size, metrics.clone()));
     cache.set_page_pool(info.pages);
-    if let Some(disk) = options.disk_cache.filter(|_| options.prompt_cache > 0) {
-        cache.open_disk(disk, info.context);
-    }
     let limits = AdmissionLimits {
         vocab: info.vocab,
         context: info.context,
@@ -88,6 +85,10 @@ pub fn spawn_with<M: Model>(
         grace: options.grace,
     };
     let queue = Arc::new(RequestQueue::new(limits, metrics.clone()));
+    if let Some(disk) = options.disk_cache.filter(|_| options.prompt_cache > 0) {
+        let queue = queue.clone();
+        cache.open_disk(disk, info.context, move || queue.wake());
+    }
     let queue_guard = Arc::new(CloseOnDrop(queue.clone()));
     let images = info.images;
     let handle = Handle { queue: queue_guard, cache: cache.clone(), images };
@@ -97,10 +98,8 @@ pub fn spawn_with<M: Model>(
     let thread = std::thread::Builder::new().name("engine".into()).spawn(move || {
         interactive_thread();
         let speculator = Speculator::new(&mut model, draft, policy, draft_tokens, metrics.clone());
-        let runner = ModelRunner::new(model, speculator, rules, queue.clone(), cache.clone(), metrics.clone());
-        let mut scheduler = Scheduler::new(runner, queue.clone(), metrics);
-        let _stop = StopOnDrop { queue, cache };
-        scheduler.run();
+        let runner = ModelRunner::new(model, speculator, rules, queue.clone(), cache, metrics.clone());
+        Scheduler::new(runner, queue, metrics).run();
     })?;
     Ok((handle, Worker { thread }))
 }
@@ -196,18 +195,5 @@ struct CloseOnDrop(Arc<RequestQueue>);
 impl Drop for CloseOnDrop {
     fn drop(&mut self) {
         self.0.close();
-    }
-}
-
-/// Fails the waiting requests and closes the prompt cache when the engine's thread ends, even by a panic.
-struct StopOnDrop {
-    queue: Arc<RequestQueue>,
-    cache: Arc<PromptCache>,
-}
-
-impl Drop for StopOnDrop {
-    fn drop(&mut self) {
-        self.queue.stop();
-        self.cache.close();
     }
 }

@@ -99,6 +99,11 @@ impl<S: SequenceState> LiveRequest<S> {
         }
     }
 
+    /// True if the model has evaluated a token of the sequence ahead, so that a pass may be in flight.
+    pub fn is_ahead(&self) -> bool {
+        self.sequence.as_ref().is_some_and(|sequence| sequence.ahead().is_some())
+    }
+
     /// The sequence and the answer, if the request is in the decode stage.
     pub fn decoding(&mut self) -> Option<(&mut Sequence<S>, &mut PartialAnswer)> {
         match (&mut self.sequence, &mut self.stage) {

@@ -50,10 +50,6 @@ struct DecodeRow<'a, S> {
 }
 
 impl<S: SequenceState> DecodeRow<'_, S> {
-    fn is_ahead(&self) -> bool {
-        self.live.sequence.as_ref().is_some_and(|sequence| sequence.ahead().is_some())
-    }
-
     /// Drops a sequence of which another token was evaluated ahead than the sampler has drawn.
     fn drop_wrong_sequence(&mut self) {
         let Some((sequence, answer)) = self.live.decoding() else { return };
@@ -254,8 +250,8 @@ impl<M: Model> ModelRunner<M> {
             [row] => self.advance(row.live, decoding),
             several => {
                 // The logits of a sequence that is ahead are computed already.
-                several.sort_by_key(|row| !row.is_ahead());
-                let (ahead, others) = several.split_at_mut(several.partition_point(|row| row.is_ahead()));
+                several.sort_by_key(|row| !row.live.is_ahead());
+                let (ahead, others) = several.split_at_mut(several.partition_point(|row| row.live.is_ahead()));
                 ahead.iter_mut().try_for_each(|row| self.advance(row.live, decoding))?;
                 match others {
                     [] => Ok(()),
@@ -318,6 +314,11 @@ impl<M: Model> ModelRunner<M> {
             sequence.append_ahead();
             Ok(())
         })
+    }
+
+    /// Reads a page for the disk cache, if it waits for one.
+    pub fn answer_page_request(&mut self) {
+        self.sequences.snapshots.answer_page_request(&mut self.model);
     }
 
     /// Switches to the CPU if an error has made the GPU unusable. Returns true if the sequences of all live requests

@@ -96,6 +96,8 @@ struct QueueState {
     /// In order of arrival.
     waiting: VecDeque<SubmittedRequest>,
     running: usize,
+    /// True if an idle engine has work other than requests.
+    is_woken: bool,
     /// Number of requests taken from the queue so far.
     taken: u64,
     /// For each group of clients: the value of `taken` after the group's last request was taken. Contains at most
@@ -147,7 +149,7 @@ impl RequestQueue {
 
     /// Takes the next request from the queue if `fits` accepts it in addition to the running requests. If no request
     /// runs, `fits` is not called. If no request runs and the queue is empty, blocks and calls `idle` once per
-    /// [`IDLE_INTERVAL`].
+    /// [`IDLE_INTERVAL`] and after [`RequestQueue::wake`].
     ///
     /// Returns `None` if the next request does not fit, if the queue is empty while requests run, or if it is empty and
     /// closed.
@@ -160,10 +162,17 @@ impl RequestQueue {
             if next.is_some() || queue.running > 0 || !matches!(queue.phase, QueuePhase::Open) {
                 return next;
             }
-            if self.changed.wait_for(&mut queue, IDLE_INTERVAL).timed_out() {
+            if queue.is_woken || self.changed.wait_for(&mut queue, IDLE_INTERVAL).timed_out() {
+                queue.is_woken = false;
                 MutexGuard::unlocked(&mut queue, &mut *idle);
             }
         }
+    }
+
+    /// Makes [`RequestQueue::next`] call `idle`.
+    pub fn wake(&self) {
+        self.queue.lock().is_woken = true;
+        self.changed.notify_one();
     }
 
     /// Marks a running request as finished.

@@ -89,6 +89,10 @@ impl<M: Model> Scheduler<M> {
         for (request, outcome) in step.requests.into_iter().zip(outcomes) {
             self.publish(request, outcome);
         }
+        // Reading a page would wait for a pass in flight.
+        if !self.live.iter().any(LiveRequest::is_ahead) {
+            self.runner.answer_page_request();
+        }
     }
 
     /// Ends aborted and completed requests and admits new requests from the queue. Blocks while no request is live or
@@ -105,8 +109,11 @@ impl<M: Model> Scheduler<M> {
             let taken = preemption::reserved_pages(&self.live);
             let pages = self.runner.model.info().pages.map_or(usize::MAX, |pool| pool.count());
             let fits = |request: &Request| reserved_pages(request) <= pages.saturating_sub(taken);
-            let model = &mut self.runner.model;
-            let Some(submitted) = self.queue.next(&fits, &mut || model.fit_memory()) else { break };
+            let mut idle = || {
+                self.runner.model.fit_memory();
+                self.runner.answer_page_request();
+            };
+            let Some(submitted) = self.queue.next(&fits, &mut idle) else { break };
             self.metrics.admitted_tokens.inc_by(submitted.request.ids.len() as u64);
             self.live.push(LiveRequest::new(submitted));
         }
@@ -288,6 +295,14 @@ impl<M: Model> Scheduler<M> {
         if self.runner.recover() {
             self.live.iter_mut().for_each(LiveRequest::drop_sequence);
         }
+    }
+}
+
+impl<M: Model> Drop for Scheduler<M> {
+    /// Fails the waiting requests and closes the prompt cache when the engine's thread ends, even by a panic.
+    fn drop(&mut self) {
+        self.queue.stop();
+        self.runner.sequences.snapshots.close(&mut self.runner.model);
     }
 }
 

@@ -42,18 +42,18 @@ impl<S: SequenceState> Sequence<S> {
     /// A sequence with the longest reusable prefix of `prompt`: from a snapshot, from `previous`, or empty.
     ///
     /// The prefix is shorter than the prompt, since the logits of the last token are needed. `find_snapshot` receives
-    /// the length of the prefix in `previous`. `find_snapshot` returns a longer snapshot if the cache has a longer one.
-    /// The memory of `previous` is reused or freed before another state is allocated.
+    /// the model, and the length of the prefix in `previous`. `find_snapshot` returns a longer snapshot if the cache
+    /// has a longer one. The memory of `previous` is reused or freed before another state is allocated.
     pub fn sync<M: Model<State = S>>(
         previous: Option<Self>,
         model: &mut M,
         prompt: CachedPrompt<'_>,
-        find_snapshot: impl FnOnce(usize) -> Option<Snapshot>,
+        find_snapshot: impl FnOnce(&mut M, usize) -> Option<Snapshot>,
     ) -> Result<Self, ModelError> {
         // A sequence that is not a prefix is dropped first, so that a snapshot can use its memory.
         let previous = previous.filter(|sequence| sequence.is_prefix_of(prompt));
         let empty = |model: &mut M| Ok(Self { salt: prompt.salt, ..Self::start(model)? });
-        if let Some(snapshot) = find_snapshot(previous.as_ref().map_or(0, Self::len)) {
+        if let Some(snapshot) = find_snapshot(model, previous.as_ref().map_or(0, Self::len)) {
             return match model.restore(&snapshot, previous.map(|sequence| sequence.state)) {
                 Ok(state) => Ok(Self::new(CachedPrompt { ids: &prompt.ids[..snapshot.len], ..prompt }, state)),
                 Err(error) => {
@@ -208,7 +208,7 @@ mod tests {
     fn prompt_that_extends_the_sequence_reuses_it() {
         let mut mock = MockModel::default();
         let previous = evaluated(&mut mock, &[5, 6, 7]);
-        let mut sequence = Sequence::sync(Some(previous), &mut mock, prompt(&[5, 6, 7, 8, 9]), |_| None).unwrap();
+        let mut sequence = Sequence::sync(Some(previous), &mut mock, prompt(&[5, 6, 7, 8, 9]), |_, _| None).unwrap();
         assert_eq!(sequence.len(), 3);
         let reused = append(&mut sequence, &mut mock, &[8, 9]);
         let mut fresh = evaluated(&mut mock, &[5, 6, 7]);
@@ -220,7 +220,7 @@ mod tests {
         for ids in [&[5, 6, 7][..], &[5, 6], &[5, 9, 7, 8], &[9]] {
             let mut mock = MockModel::default();
             let previous = evaluated(&mut mock, &[5, 6, 7]);
-            let sequence = Sequence::sync(Some(previous), &mut mock, prompt(ids), |_| None).unwrap();
+            let sequence = Sequence::sync(Some(previous), &mut mock, prompt(ids), |_, _| None).unwrap();
             assert_eq!(sequence.len(), 0, "{ids:?}");
         }
     }
@@ -232,7 +232,7 @@ mod tests {
         let snapshot = long.snapshot(&mut mock).unwrap();
         for (previous, offered) in [(&[5, 6][..], 2), (&[9], 0), (&[5, 6, 7, 8, 9, 9, 9], 0)] {
             let previous = evaluated(&mut mock, previous);
-            let find_snapshot = |length| {
+            let find_snapshot = |_: &mut MockModel, length| {
                 assert_eq!(length, offered);
                 Some(snapshot.clone())
             };
@@ -260,7 +260,7 @@ mod tests {
             previous.extend(&mut mock, &ids[..len], Rows::None, &mut hooks).unwrap();
             let images = [image(other)];
             let prompt = CachedPrompt { images: &images, ..prompt(&ids) };
-            let sequence = Sequence::sync(Some(previous), &mut mock, prompt, |_| None).unwrap();
+            let sequence = Sequence::sync(Some(previous), &mut mock, prompt, |_, _| None).unwrap();
             assert_eq!(sequence.len(), reused, "{len} tokens, image {other}");
         }
     }
@@ -269,7 +269,7 @@ mod tests {
     fn only_one_state_is_alive() {
         let mut mock = MockModel::default();
         let previous = evaluated(&mut mock, &[5, 6, 7]);
-        let _sequence = Sequence::sync(Some(previous), &mut mock, prompt(&[9]), |_| None).unwrap();
+        let _sequence = Sequence::sync(Some(previous), &mut mock, prompt(&[9]), |_, _| None).unwrap();
         assert_eq!(Arc::strong_count(&mock.states), 2);
     }
 }

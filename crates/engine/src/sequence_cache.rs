@@ -66,11 +66,11 @@ impl<S: SequenceState> SequenceCache<S> {
         }
         let keys = prompt.keys();
         let mut source = None;
-        let sequence = Sequence::sync(previous, model, prompt, |offered| {
+        let sequence = Sequence::sync(previous, model, prompt, |model, offered| {
             // A snapshot shares only whole pages, so the sequence needs one page for the tokens after them.
             self.snapshots.evict_for_pages(1);
             let (snapshot, from) =
-                if may_reuse(request) { self.snapshots.longest_prefix(&keys, offered) } else { None }?;
+                if may_reuse(request) { self.snapshots.longest_prefix(&keys, offered, model) } else { None }?;
             source = Some(from);
             Some(snapshot)
         })?;

@@ -57,7 +57,8 @@ impl CopiedPages {
         self.pages.truncate(same);
         for (index, page) in snapshot.pages.iter().enumerate().skip(same) {
             let first = index * PAGE;
-            write(first..snapshot.len.min(first + PAGE), &page.read()?)?;
+            let bytes = page.copied().ok_or_else(|| DeviceError("the page is on a device".into()))?;
+            write(first..snapshot.len.min(first + PAGE), bytes)?;
             if first + PAGE <= snapshot.len {
                 self.pages.push(Arc::downgrade(page));
             }
@@ -75,8 +76,8 @@ mod tests {
         Ok(range.map(|position| (position / 3) as u8).collect())
     }
 
-    fn bytes(page: &KvPage) -> Vec<u8> {
-        page.read().unwrap().into_owned()
+    fn bytes(page: &KvPage) -> &[u8] {
+        page.copied().unwrap()
     }
 
     #[test]

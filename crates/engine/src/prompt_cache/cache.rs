@@ -4,14 +4,15 @@ use super::{
     dir_lock::DirLock,
     disk::{DiskEntry, DiskIndex},
     memory_use::MemoryUse,
+    page_requests::PageRequests,
     prefix_tree::{NodeId, PrefixTree},
     snapshot_policy::SnapshotKind,
 };
 use moestro_base::metrics::Metrics;
-use moestro_model::model::{PagePool, Snapshot, SnapshotSize};
+use moestro_model::model::{Model, PagePool, Snapshot, SnapshotSize};
 use parking_lot::{Condvar, Mutex};
 use serde::Serialize;
-use std::{path::PathBuf, sync::Arc, thread::JoinHandle};
+use std::{path::PathBuf, sync::Arc, thread::JoinHandle, time::Duration};
 
 /// The prompt cache. The engine's thread looks up and inserts snapshots. Handles on other threads read the status of
 /// the cache and clear the cache. The lock is never held while bytes are copied.
@@ -21,9 +22,17 @@ pub struct PromptCache {
     pub(super) changed: Condvar,
     pub(super) size: SnapshotSize,
     pub(super) metrics: Arc<Metrics>,
-    pub(super) writer: Mutex<Option<JoinHandle<()>>>,
+    pub(super) writer: Mutex<Option<DiskWriter>>,
+    /// Maximum time to wait for the lock of the cache directory if another server holds it.
+    pub(super) lock_timeout: Duration,
     /// Held while this server owns the cache directory.
     pub(super) dir_lock: Mutex<Option<DirLock>>,
+}
+
+/// The thread that writes snapshots to disk.
+pub(super) struct DiskWriter {
+    pub thread: JoinHandle<()>,
+    pub page_requests: PageRequests,
 }
 
 #[derive(Default)]
@@ -99,6 +108,8 @@ impl PromptCache {
             size,
             metrics,
             writer: Mutex::default(),
+            // A server that is being replaced by this server normally exits within this time.
+            lock_timeout: Duration::from_secs(20),
             dir_lock: Mutex::default(),
         }
     }
@@ -122,7 +133,7 @@ impl PromptCache {
         while state.is_short_of_pages(pages) {
             let frees_page =
                 |(id, snapshot): &(NodeId, &Snapshot)| state.memory_use.holds_last_reference(snapshot).then_some(*id);
-            // The disk writer may hold a page while it reads the page, so evicting a snapshot may free no page at once.
+            // If sequences share all pages, evicting a snapshot still frees the copy of its state.
             let has_pages = |(id, snapshot): &(NodeId, &Snapshot)| MemoryUse::pool_pages(snapshot).next().map(|_| *id);
             let victim = state.least_valuable(frees_page, &self.size);
             let Some((value, id)) = victim.or_else(|| state.least_valuable(has_pages, &self.size)) else { return };
@@ -134,7 +145,12 @@ impl PromptCache {
     /// The longest snapshot of a proper prefix of `ids`, if that snapshot has more than `min_len` tokens.
     ///
     /// A snapshot on disk is read only if reading it is expected to be faster than computing the tokens that it adds.
-    pub fn longest_prefix(&self, ids: &[u32], min_len: usize) -> Option<(Snapshot, SnapshotSource)> {
+    pub fn longest_prefix<M: Model>(
+        &self,
+        ids: &[u32],
+        min_len: usize,
+        model: &mut M,
+    ) -> Option<(Snapshot, SnapshotSource)> {
         loop {
             let mut state = self.state.lock();
             let CacheState { tree, clock, .. } = &mut *state;
@@ -156,7 +172,7 @@ impl PromptCache {
             let found = in_memory.and(known.clone()).map(|snapshot| (snapshot, SnapshotSource::Memory));
             let Some(len) = state.find_on_disk(&path, len, ids.len(), &self.size) else { return found };
             drop(state);
-            match self.read_from_disk(&ids[..len], known.map_or(Vec::new(), |known| known.pages)) {
+            match self.read_from_disk(&ids[..len], known.map_or(Vec::new(), |known| known.pages), model) {
                 Ok(Some(snapshot)) => return Some((snapshot, SnapshotSource::Disk)),
                 // Memory has no room for the snapshot from disk.
                 Ok(None) => return found,

@@ -1,4 +1,5 @@
 use super::*;
+use mock_model::MockModel;
 use moestro_model::model::{LoadOptions, Model, PAGE, PageSize, Qwen, Rows};
 use std::path::Path;
 
@@ -40,6 +41,11 @@ fn put(cache: &PromptCache, ids: &[u32], kind: SnapshotKind) -> bool {
     made
 }
 
+/// The snapshot that the cache finds, with a model whose pages are copies.
+pub fn longest_prefix(cache: &PromptCache, ids: &[u32], min_len: usize) -> Option<(Snapshot, SnapshotSource)> {
+    cache.longest_prefix(ids, min_len, &mut MockModel::default())
+}
+
 fn lens(cache: &PromptCache) -> Vec<usize> {
     let state = cache.state.lock();
     let mut lens: Vec<usize> = state.tree.iter().map(|(id, _)| state.tree.len(id)).collect();
@@ -51,15 +57,15 @@ fn lens(cache: &PromptCache) -> Vec<usize> {
 fn prompt_gets_longest_prefix_leaving_a_token() {
     let cache = cache(10_000);
     let ids = tokens(1, 50);
-    assert!(cache.longest_prefix(&ids, 0).is_none());
+    assert!(longest_prefix(&cache, &ids, 0).is_none());
     for len in [10, 30, 50] {
         assert!(put(&cache, &ids[..len], SnapshotKind::Message));
     }
-    assert_eq!(cache.longest_prefix(&ids, 0).unwrap().0.len, 30);
-    assert_eq!(cache.longest_prefix(&[&ids[..], &[5]].concat(), 0).unwrap().0.len, 50);
-    assert_eq!(cache.longest_prefix(&ids[..30], 0).unwrap().0.len, 10);
-    assert!(cache.longest_prefix(&ids, 30).is_none());
-    assert!(cache.longest_prefix(&tokens(2, 50), 0).is_none());
+    assert_eq!(longest_prefix(&cache, &ids, 0).unwrap().0.len, 30);
+    assert_eq!(longest_prefix(&cache, &[&ids[..], &[5]].concat(), 0).unwrap().0.len, 50);
+    assert_eq!(longest_prefix(&cache, &ids[..30], 0).unwrap().0.len, 10);
+    assert!(longest_prefix(&cache, &ids, 30).is_none());
+    assert!(longest_prefix(&cache, &tokens(2, 50), 0).is_none());
     // An existing snapshot is not taken again.
     assert!(!put(&cache, &ids[..30], SnapshotKind::Message));
 }
@@ -110,7 +116,7 @@ fn snapshots_are_evicted_in_order() {
     for n in 1..=8 {
         if n == 8 {
             // The snapshot of 92 tokens is used again.
-            assert_eq!(cache.longest_prefix(&[&prompt(4)[..], &[0]].concat(), 0).unwrap().0.len, 92);
+            assert_eq!(longest_prefix(&cache, &[&prompt(4)[..], &[0]].concat(), 0).unwrap().0.len, 92);
         }
         let before = lens(&cache);
         assert!(put(&cache, &prompt(n), SnapshotKind::Message));
@@ -142,7 +148,7 @@ fn cleared_cache_is_empty() {
         PromptCacheStatus { limit: 1000, bytes: 0, snapshots: 0, disk: None, disk_locked: false }
     );
     assert_eq!(cache.clear_count(), 1);
-    assert!(cache.longest_prefix(&tokens(1, 30), 0).is_none());
+    assert!(longest_prefix(&cache, &tokens(1, 30), 0).is_none());
     // A snapshot is ignored if its request began before the cache was cleared.
     cache.insert(&tokens(1, 20), SnapshotKind::Answer, snapshot(20), 0);
     assert_eq!(cache.status().snapshots, 0);
@@ -162,10 +168,10 @@ fn answer_value_excludes_its_prompt() {
 }
 
 #[test]
-fn page_held_by_writer_is_still_evicted() {
+fn snapshot_of_pages_in_use_is_evicted() {
     let (model, ids, snapshot) = paged();
     let pool = model.info().pages.unwrap();
-    let read = snapshot.pages[0].clone();
+    let in_use = snapshot.pages[0].clone();
     let cache = PromptCache::new(1 << 30, model.info().snapshot_size, Metrics::new("test", "cpu"));
     cache.set_page_pool(Some(pool.clone()));
     cache.insert(&ids, SnapshotKind::Message, snapshot, 0);
@@ -174,6 +180,6 @@ fn page_held_by_writer_is_still_evicted() {
     assert_eq!(lens(&cache), [ids.len()], "enough pages were free");
     cache.evict_for_pages(free + 1);
     assert_eq!((lens(&cache), pool.free()), (vec![], free));
-    drop(read);
+    drop(in_use);
     assert_eq!(pool.free(), free + 1);
 }

@@ -3,16 +3,17 @@
 //! Every snapshot is written once. After a write error, the disk cache is off until the next start.
 
 use super::{
-    cache::{CacheEntry, CacheState, PromptCache},
+    cache::{CacheEntry, CacheState, DiskWriter, PromptCache},
     dir_lock::DirLock,
     disk::{DiskCacheOptions, DiskEntry, DiskIndex},
+    page_requests::{ReadPage, page_requests, read_page},
     prefix_tree::NodeId,
     snapshot_files::{SnapshotFiles, page_name},
     snapshot_policy::SnapshotKind,
 };
 use moestro_base::platform::os;
-use moestro_model::model::{KvPage, PAGE, Snapshot, SnapshotSize};
-use parking_lot::MutexGuard;
+use moestro_model::model::{KvPage, Model, PAGE, Snapshot, SnapshotSize};
+use parking_lot::{Mutex, MutexGuard};
 use std::{
     collections::HashSet,
     io,
@@ -20,9 +21,6 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
-/// Maximum time to wait for the lock of the directory if another server holds it. A server that is being replaced by
-/// this server normally exits within this time.
-const LOCK_TIMEOUT: Duration = Duration::from_secs(20);
 const LOCK_INTERVAL: Duration = Duration::from_millis(100);
 /// Interval at which to retry snapshots that the hourly write limit has delayed.
 const WRITE_RETRY_INTERVAL: Duration = Duration::from_secs(60);
@@ -41,27 +39,32 @@ impl PromptCache {
     /// Opens the cache directory, loads the index of its snapshots, and starts the thread that writes new snapshots.
     /// Snapshots of more than `max_tokens` tokens are removed.
     ///
-    /// If another server holds the lock, tries again in the background for [`LOCK_TIMEOUT`]. Until this server holds
-    /// the lock, and after a timeout, the cache works in memory only.
-    pub fn open_disk(self: &Arc<Self>, options: DiskCacheOptions, max_tokens: usize) {
-        self.open_disk_within(options, max_tokens, LOCK_TIMEOUT);
-    }
-
-    pub(super) fn open_disk_within(self: &Arc<Self>, options: DiskCacheOptions, max_tokens: usize, timeout: Duration) {
+    /// If another server holds the lock, tries again in the background for [`PromptCache::lock_timeout`]. Until this
+    /// server holds the lock, and after a timeout, the cache works in memory only.
+    ///
+    /// The thread gets the bytes of pages from [`PromptCache::answer_page_request`]. `wake_engine` makes an idle engine
+    /// call it.
+    pub fn open_disk(
+        self: &Arc<Self>,
+        options: DiskCacheOptions,
+        max_tokens: usize,
+        wake_engine: impl Fn() + Send + 'static,
+    ) {
         let opened = self.try_open_disk(&options, max_tokens);
         if let Err(error) = &opened {
             return warn_disk_unused(&options, error);
         }
         let cache = self.clone();
         let dir = options.dir.clone();
+        let (mut read, page_requests) = page_requests(wake_engine);
         let work = move || {
             os::background_thread();
-            if cache.wait_for_disk(&options, max_tokens, timeout) {
-                cache.run_writer();
+            if cache.wait_for_disk(&options, max_tokens) {
+                cache.run_writer(&mut read);
             }
         };
         match std::thread::Builder::new().name("prompt cache".into()).spawn(work) {
-            Ok(writer) => *self.writer.lock() = Some(writer),
+            Ok(thread) => *self.writer.lock() = Some(DiskWriter { thread, page_requests }),
             Err(error) => tracing::warn!(dir = %dir.display(), %error, "cannot start the disk cache's thread"),
         }
     }
@@ -98,11 +101,11 @@ impl PromptCache {
 
     /// Waits until this server holds the lock of the directory. Returns false after a timeout or an error, or if the
     /// cache closes.
-    fn wait_for_disk(&self, options: &DiskCacheOptions, max_tokens: usize, timeout: Duration) -> bool {
+    fn wait_for_disk(&self, options: &DiskCacheOptions, max_tokens: usize) -> bool {
         let begun = Instant::now();
         let mut state = self.state.lock();
         while state.is_disk_locked && !state.is_closed {
-            if begun.elapsed() >= timeout {
+            if begun.elapsed() >= self.lock_timeout {
                 let dir = options.dir.display();
                 tracing::warn!(%dir, "another server uses the prompt cache directory; running without a disk cache");
                 return false;
@@ -125,21 +128,28 @@ impl PromptCache {
         }
     }
 
+    /// Reads a page that the writer's thread waits for, if any. The engine's thread calls this between two passes.
+    pub fn answer_page_request<M: Model>(&self, model: &mut M) {
+        self.writer.lock().iter().for_each(|writer| writer.page_requests.answer_next(model));
+    }
+
     /// Writes the remaining snapshots, for at most [`CLOSE_TIMEOUT`]. Then unlocks the directory and sets the cache's
     /// gauges to 0.
     ///
     /// The writer's thread ends after its current snapshot. The caller's thread writes the rest, because the writer's
     /// thread has a low priority and the server waits for the writes.
-    pub fn close(&self) {
+    pub fn close<M: Model>(&self, model: &mut M) {
         self.state.lock().is_closed = true;
         self.changed.notify_all();
         if let Some(writer) = self.writer.lock().take() {
+            writer.page_requests.answer_all(model);
             // A panic of the thread was already logged.
-            let _ = writer.join();
+            let _ = writer.thread.join();
         }
         let begun = Instant::now();
         let mut state = self.state.lock();
-        while begun.elapsed() <= CLOSE_TIMEOUT && self.write_next(&mut state) {}
+        let read = &mut |page: &Weak<KvPage>| read_page(page, model);
+        while begun.elapsed() <= CLOSE_TIMEOUT && self.write_next(&mut state, read) {}
         *self.dir_lock.lock() = None;
         self.metrics.prompt_cache_bytes_memory.set(0);
         self.metrics.prompt_cache_snapshots_memory.set(0);
@@ -150,7 +160,12 @@ impl PromptCache {
     /// Reads the snapshot of `ids` from disk. The snapshot's first pages are in memory as `known` and are not read.
     /// Returns `None` if memory has no room for the snapshot. Logs an error and removes the snapshot from the index
     /// before returning `Err`.
-    pub(super) fn read_from_disk(&self, ids: &[u32], known: Vec<Arc<KvPage>>) -> Result<Option<Snapshot>, ()> {
+    pub(super) fn read_from_disk<M: Model>(
+        &self,
+        ids: &[u32],
+        known: Vec<Arc<KvPage>>,
+        model: &mut M,
+    ) -> Result<Option<Snapshot>, ()> {
         let mut state = self.state.lock();
         let Some(files) = state.disk.as_ref().map(|disk| disk.files.clone()) else { return Ok(None) };
         // If the cache is cleared during the read, `insert` ignores the snapshot.
@@ -158,10 +173,10 @@ impl PromptCache {
         let known = &known[..known.len().min(ids.len() / PAGE)];
         let is_whole = |page: &&Arc<KvPage>| page.len() as u64 == self.size.page.bytes(PAGE);
         let known: Vec<Arc<KvPage>> = known.iter().filter(is_whole).cloned().collect();
-        let pool = state.pool.clone();
-        let copied = self.size.bytes(ids.len(), if pool.is_some() { ids.len() } else { 0 });
+        let has_pool = state.pool.is_some();
+        let copied = self.size.bytes(ids.len(), if has_pool { ids.len() } else { 0 });
         // One additional page is for the tokens after the snapshot.
-        let pages = if pool.is_some() { ids.len() / PAGE - known.len() + 1 } else { 0 };
+        let pages = if has_pool { ids.len() / PAGE - known.len() + 1 } else { 0 };
         let needed = |memory_use: &super::memory_use::MemoryUse| copied - memory_use.bytes_of(&known);
         if !self.make_room_locked(&mut state, ids, SnapshotKind::Message, pages, &needed) {
             return Ok(None);
@@ -169,10 +184,9 @@ impl PromptCache {
         drop(state);
 
         let begun = Instant::now();
-        let make_page = |bytes: Vec<u8>| match &pool {
-            Some(pool) => pool.take_filled(&bytes).map_err(io::Error::other),
-            None => Ok(Arc::new(bytes.into())),
-        };
+        // The threads that read the files fill pages one after another.
+        let model = Mutex::new(model);
+        let make_page = |bytes| model.lock().make_page(bytes).map_err(io::Error::other);
         let read = files.read(ids, &known, &make_page);
         let mut state = self.state.lock();
         match read {
@@ -232,10 +246,10 @@ impl PromptCache {
     }
 
     /// The loop of the writer's thread. Ends when the cache closes or after a write error.
-    fn run_writer(&self) {
+    fn run_writer(&self, read: &mut ReadPage<'_>) {
         let mut state = self.state.lock();
         while !state.is_closed && state.disk.is_some() {
-            if !self.write_next(&mut state) && !state.is_closed {
+            if !self.write_next(&mut state, read) && !state.is_closed {
                 self.changed.wait_for(&mut state, WRITE_RETRY_INTERVAL);
             }
         }
@@ -243,7 +257,7 @@ impl PromptCache {
 
     /// Writes the most valuable snapshot that is not on disk. Returns false if no snapshot remains to be written, or
     /// after a write error.
-    fn write_next(&self, state: &mut MutexGuard<'_, CacheState>) -> bool {
+    fn write_next(&self, state: &mut MutexGuard<'_, CacheState>, read: &mut ReadPage<'_>) -> bool {
         let Some(PendingWrite { ids, mut snapshot, files, missing_pages }) = state.next_to_write(&self.size) else {
             return false;
         };
@@ -255,8 +269,8 @@ impl PromptCache {
         state.memory_use.add(&snapshot);
         let clear_count = state.clear_count;
         let mut bytes = 0;
-        let written =
-            MutexGuard::unlocked(state, || files.write(&ids, &snapshot.state, &pages, &missing_pages, &mut bytes));
+        let write = || files.write(&ids, &snapshot.state, (&pages, &missing_pages), read, &mut bytes);
+        let written = MutexGuard::unlocked(state, write);
         self.metrics.prompt_cache_disk_written_bytes.inc_by(bytes);
         if let Some(disk) = &mut state.disk {
             disk.record_write(bytes);

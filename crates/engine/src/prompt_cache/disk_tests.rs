@@ -1,5 +1,11 @@
 use super::*;
-use crate::prompt_cache::{SnapshotSource, cache::tests::paged, clear_prompt_dir, disk::Throughput};
+use crate::prompt_cache::{
+    SnapshotSource,
+    cache::tests::{longest_prefix, paged},
+    clear_prompt_dir,
+    disk::Throughput,
+};
+use mock_model::MockModel;
 use moestro_base::metrics::Metrics;
 use moestro_model::model::{Model, PageSize};
 use std::{
@@ -29,9 +35,15 @@ impl Deref for OpenCache {
     }
 }
 
+impl OpenCache {
+    fn close(&self) {
+        self.0.close(&mut MockModel::default());
+    }
+}
+
 impl Drop for OpenCache {
     fn drop(&mut self) {
-        self.0.close();
+        self.close();
     }
 }
 
@@ -40,8 +52,9 @@ fn open(options: &DiskCacheOptions) -> OpenCache {
 }
 
 fn open_within(options: &DiskCacheOptions, timeout: Duration) -> OpenCache {
-    let cache = Arc::new(PromptCache::new(1 << 20, SIZE, Metrics::new("test", "cpu")));
-    cache.open_disk_within(options.clone(), MAX_TOKENS, timeout);
+    let cache = PromptCache::new(1 << 20, SIZE, Metrics::new("test", "cpu"));
+    let cache = Arc::new(PromptCache { lock_timeout: timeout, ..cache });
+    cache.open_disk(options.clone(), MAX_TOKENS, || ());
     OpenCache(cache)
 }
 
@@ -63,9 +76,9 @@ fn put(cache: &PromptCache, ids: &[u32]) {
 /// Length and source of the snapshot that the cache finds for a prompt of `ids` and one more token. Checks the bytes of
 /// the snapshot.
 fn found(cache: &PromptCache, ids: &[u32]) -> Option<(usize, SnapshotSource)> {
-    let (found, source) = cache.longest_prefix(&[ids, &[0]].concat(), 0)?;
+    let (found, source) = longest_prefix(cache, &[ids, &[0]].concat(), 0)?;
     let expected = snapshot(&ids[..found.len]);
-    let pages = |of: &Snapshot| of.pages.iter().map(|page| page.read().unwrap().into_owned()).collect::<Vec<_>>();
+    let pages = |of: &Snapshot| of.pages.iter().map(|page| page.copied().unwrap().to_vec()).collect::<Vec<_>>();
     assert_eq!((pages(&found), &found.state), (pages(&expected), &expected.state));
     Some((found.len, source))
 }
@@ -124,7 +137,7 @@ fn snapshots_survive_a_restart() {
     assert_eq!(second.metrics.prompt_cache_disk_writes.get(), 0);
     // At least one token of a prompt must be computed, so a snapshot of the whole prompt is not used.
     let third = open(&options);
-    assert_eq!(third.longest_prefix(&ids, 0).unwrap().0.len, PAGE + 10);
+    assert_eq!(longest_prefix(&third, &ids, 0).unwrap().0.len, PAGE + 10);
     drop(third);
     // A server with another model neither finds nor removes the snapshots.
     let other = open(&DiskCacheOptions { key: "another model".into(), ..options.clone() });
@@ -140,7 +153,7 @@ fn close_writes_the_remaining_snapshots() {
     // The writer's thread has not run, which can happen on a busy machine.
     first.state.lock().is_closed = true;
     first.changed.notify_all();
-    first.writer.lock().take().unwrap().join().unwrap();
+    first.writer.lock().take().unwrap().thread.join().unwrap();
     let ids = tokens(4, PAGE + 20);
     put(&first, &ids[..30]);
     put(&first, &ids);
@@ -175,7 +188,7 @@ fn second_server_runs_without_disk_after_timeout() {
     let dir = tempfile::tempdir().unwrap();
     let (first, ids) = cache_with_two(&options(dir.path()));
     let second = open_within(&options(dir.path()), Duration::from_millis(200));
-    second.writer.lock().take().unwrap().join().unwrap();
+    second.writer.lock().take().unwrap().thread.join().unwrap();
     assert!(second.status().disk_locked && second.status().disk.is_none());
     put(&second, &ids);
     assert_eq!(found(&second, &ids), Some((ids.len(), SnapshotSource::Memory)));
@@ -415,6 +428,7 @@ fn failing_disk_is_not_used_again() {
     let first = open(&options(dir.path()));
     put(&first, &ids[..30]);
     while first.status().disk.unwrap().snapshots == 0 {
+        first.answer_page_request(&mut MockModel::default());
         std::thread::sleep(Duration::from_millis(5));
     }
     // A directory in the place of the second page makes writing it fail.
@@ -440,7 +454,7 @@ fn slow_disk_is_not_read() {
     put(&open(&options(dir.path())), &tokens(1, 50));
     let second = open(&options(dir.path()));
     assert!(
-        second.longest_prefix(&[tokens(1, 50), vec![0]].concat(), 50).is_none(),
+        longest_prefix(&second, &[tokens(1, 50), vec![0]].concat(), 50).is_none(),
         "it is no longer than what exists"
     );
     // Reading 200 bytes takes 8 s. Computing 50 tokens takes 6 s, then 8 s.
@@ -461,7 +475,7 @@ fn empty_snapshot_is_removed() {
     let dir = tempfile::tempdir().unwrap();
     let DiskCacheOptions { key, .. } = options(dir.path());
     let (own, _) = SnapshotFiles::open(dir.path(), &key, SIZE, MAX_TOKENS).unwrap();
-    own.write(&[], &snapshot(&[]).state, &[], &[], &mut 0).unwrap();
+    own.write(&[], &snapshot(&[]).state, (&[], &[]), &mut |_| None, &mut 0).unwrap();
     assert_eq!(files(dir.path(), "state").len(), 1);
     let (_, stored) = SnapshotFiles::open(dir.path(), &key, SIZE, MAX_TOKENS).unwrap();
     assert_eq!((stored.len(), files(dir.path(), "state").len()), (0, 0));
@@ -475,8 +489,10 @@ fn cancelled_write_leaves_no_page() {
     let ids = tokens(1, 2 * PAGE);
     let whole = snapshot(&tokens(1, 2 * PAGE));
     let mut pages: Vec<_> = whole.pages.iter().map(Arc::downgrade).collect();
+    let mut model = MockModel::default();
+    let read: &mut ReadPage = &mut |page| read_page(page, &mut model);
     let mut bytes = 0;
-    assert!(own.write(&ids, &whole.state, &pages, &[true, true], &mut bytes).unwrap());
+    assert!(own.write(&ids, &whole.state, (&pages, &[true, true]), read, &mut bytes).unwrap());
     let (state, page) = own.bytes(ids.len());
     assert_eq!((count(), bytes), (3, state + 2 * page));
     // Clearing the directory removes the files of all keys.
@@ -484,7 +500,7 @@ fn cancelled_write_leaves_no_page() {
     assert_eq!(count(), 0);
     // The second page was freed, so the write fails. The first page was written before, so its bytes count.
     pages[1] = Weak::new();
-    assert!(!own.write(&ids, &whole.state, &pages, &[true, true], &mut bytes).unwrap());
+    assert!(!own.write(&ids, &whole.state, (&pages, &[true, true]), read, &mut bytes).unwrap());
     assert_eq!((count(), bytes), (0, state + 3 * page));
 }
 
@@ -493,9 +509,9 @@ fn lost_device_is_no_disk_error() {
     let dir = tempfile::tempdir().unwrap();
     let (model, ids, snapshot) = paged();
     let cache = Arc::new(PromptCache::new(1 << 30, model.info().snapshot_size, Metrics::new("test", "cpu")));
-    cache.open_disk(options(dir.path()), MAX_TOKENS);
+    cache.open_disk(options(dir.path()), MAX_TOKENS, || ());
     drop(model);
     cache.insert(&ids, SnapshotKind::Message, snapshot, 0);
-    cache.close();
+    cache.close(&mut MockModel::default());
     assert_eq!((cache.status().snapshots, cache.status().disk.unwrap().snapshots), (0, 0));
 }

@@ -11,11 +11,14 @@
 //! the positions after its last whole page.
 //!
 //! Snapshots are also written to disk, so that they survive a restart. Only one server at a time owns the directory.
+//! A thread writes the files. It asks the engine's thread for the bytes of each page and waits for them. The engine's
+//! thread reads at most one page between two steps, and waits for nothing.
 //!
 //! | file | what it holds |
 //! |---|---|
 //! | `cache`, `prefix_tree`, `memory_use` | snapshots in memory: lookup and eviction; the tree; counting bytes |
 //! | `disk`, `disk_io`, `dir_lock` | snapshots on disk: the index; reads and writes; the lock of the directory |
+//! | `page_requests` | the bytes of pages, from the engine's thread to the thread that writes them |
 //! | `snapshot_files`, `direct_reader` | the format of the files; direct reads with checksums |
 //! | `snapshot_policy` | where to take snapshots |
 
@@ -25,6 +28,7 @@ mod direct_reader;
 mod disk;
 mod disk_io;
 mod memory_use;
+mod page_requests;
 mod prefix_tree;
 mod snapshot_files;
 pub mod snapshot_policy;

@@ -15,12 +15,12 @@
 use super::{
     dir_lock::DirLock,
     direct_reader::{DirectReader, READ_PART, READERS, ReadBuffer},
+    page_requests::ReadPage,
 };
 use moestro_base::platform::{MAX_BLOCK, atomic_file::TempFile, run_jobs, zeroed_buffer};
 use moestro_model::model::{KvPage, PAGE, Snapshot, SnapshotSize};
 use sha2::{Digest as _, Sha256};
 use std::{
-    borrow::Cow,
     fs::{self, OpenOptions},
     io::{self, Read},
     os::unix::fs::{DirBuilderExt, FileExt},
@@ -150,13 +150,13 @@ impl SnapshotFiles {
     pub fn write(
         &self,
         ids: &[u32],
-        state: &Arc<Vec<u8>>,
-        pages: &[Weak<KvPage>],
-        missing: &[bool],
+        state: &[u8],
+        (pages, missing): (&[Weak<KvPage>], &[bool]),
+        read: &mut ReadPage<'_>,
         bytes: &mut u64,
     ) -> io::Result<bool> {
         let mut written = Vec::new();
-        let done = self.write_all(ids, state, (pages, missing), &mut written);
+        let done = self.write_all(ids, state, (pages, missing), read, &mut written);
         let (state, page) = self.bytes(ids.len());
         *bytes += page * written.len() as u64;
         match done {
@@ -169,13 +169,12 @@ impl SnapshotFiles {
     fn write_all(
         &self,
         ids: &[u32],
-        state: &Arc<Vec<u8>>,
+        state: &[u8],
         (pages, missing): (&[Weak<KvPage>], &[bool]),
+        read: &mut ReadPage<'_>,
         written: &mut Vec<TokenDigest>,
     ) -> io::Result<bool> {
         let (digests, whole) = self.digests(ids);
-        // The write holds a reference to one page at a time, and only while the page is read.
-        let read = |page: &Weak<KvPage>| page.upgrade().and_then(|page| page.read().map(Cow::into_owned).ok());
         for ((digest, page), _) in digests.iter().zip(pages).zip(missing).filter(|(_, missing)| **missing) {
             let Some(bytes) = read(page) else { return Ok(false) };
             self.write_file(&page_name(digest), PAGE, &[&bytes])?;

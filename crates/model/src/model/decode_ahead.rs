@@ -23,15 +23,12 @@ use super::{
     model_parts::ModelParts,
     positions::RowPositions,
     state::{
-        pass_ahead::{PassAhead, collect},
+        pass_ahead::{PassAhead, collect, drop_failure},
         sequence::QwenState,
     },
 };
 use crate::error::ModelError;
-use moestro_compute::{
-    experts::ExpertStore,
-    ops::{Backend, Sample},
-};
+use moestro_compute::{experts::ExpertStore, ops::Sample};
 use std::sync::{Arc, OnceLock};
 
 /// Evaluates one token. Returns the logits after it. If `next` is set, also submits the pass of the next token.
@@ -45,7 +42,7 @@ pub fn forward(
     let next = next.filter(|_| is_possible(parts, device));
     let row = match state.ahead.take() {
         None => {
-            collect(&mut device.ahead, &mut device.backend);
+            collect(&mut device.ahead, device.backend.as_mut());
             submit_token(parts, device, state, 0, Some(id))?;
             0
         }
@@ -63,7 +60,7 @@ pub fn forward(
     };
     let done = read_and_continue(parts, device, state, row, next);
     if done.is_err() {
-        device.backend.drop_failure();
+        drop_failure(device.backend.as_mut());
         parts.store.iter().for_each(ExpertStore::clear_device);
     }
     done

@@ -6,22 +6,21 @@ use super::{
     hidden_taps::TapBuffers,
     model_parts::ModelParts,
     placement::{PlacedSlots, adopt_slots, adopt_weights, check_supported, check_threads, slot_tables},
-    shared_backend::SharedBackend,
     state::{
         kv_pages::PagePool,
-        pass_ahead::{PassAhead, collect},
+        pass_ahead::{PassAhead, collect, drop_failure},
         sequence::{ArenaList, FreeArenas, kv_shape},
     },
 };
 use crate::error::ModelError;
 use moestro_compute::{
-    device::{DeviceError, Timeline},
+    device::DeviceError,
     ops::{AttentionShape, Backend, BackendLimits, ExpertSlots, ReservedBuffer},
 };
 use std::sync::Arc;
 
 pub struct DeviceState {
-    pub backend: SharedBackend,
+    pub backend: Box<dyn Backend>,
     pub limits: BackendLimits,
     pub slots: ExpertSlots,
     pub buffers: Buffers,
@@ -48,26 +47,25 @@ impl DeviceState {
     /// The device cannot compute the model.
     pub fn new(
         parts: &ModelParts,
-        backend: Box<dyn Backend>,
+        mut backend: Box<dyn Backend>,
         kv: Option<(AttentionShape, BackendLimits)>,
     ) -> Result<Self, ModelError> {
-        let mut backend = SharedBackend::new(backend);
         let mut limits = backend.limits();
         for buffer in parts.weights.iter().chain(parts.mtp.iter().flat_map(|head| &head.weights)) {
-            adopt_weights(buffer, &mut backend)?;
+            adopt_weights(buffer, backend.as_mut())?;
         }
         // A pass has as many rows as a prompt chunk, so that each expert is read once per chunk.
         let rows = parts.plan.chunk.min(parts.plan.context).max(1);
         let context = parts.plan.context;
         let preferred = || kv_shape(&parts.config, &limits, parts.kv_bits, context, rows);
         let kv_shape = kv.map_or_else(preferred, |(shape, _)| shape);
-        check_supported(&parts.net, &kv_shape, &backend)?;
-        check_threads(&parts.net, &kv_shape, &mut backend)?;
+        check_supported(&parts.net, &kv_shape, backend.as_ref())?;
+        check_threads(&parts.net, &kv_shape, backend.as_mut())?;
         let slots = match &parts.store {
             Some(store) => {
                 // A GPU maps whole segments of slots. The CPU does not map segments.
                 store.release_whole_segments(limits.is_async);
-                adopt_slots(store, ReservedBuffer::ExpertTable, &mut backend)?
+                adopt_slots(store, ReservedBuffer::ExpertTable, backend.as_mut())?
             }
             None => ExpertSlots::default(),
         };
@@ -83,9 +81,9 @@ impl DeviceState {
             limits.kv_format = lost.kv_format;
             limits.recent_format = lost.recent_format;
         }
-        let pool = PagePool::new(&parts.config, &kv_shape, &parts.plan, &backend)?;
+        let pool = PagePool::new(&parts.config, &kv_shape, &parts.plan, backend.as_mut())?;
         let mtp = match &parts.mtp {
-            Some(head) => Some(MtpDeviceState::new(head, &parts.net.before_head, context, &mut backend)?),
+            Some(head) => Some(MtpDeviceState::new(head, &parts.net.before_head, context, backend.as_mut())?),
             None => None,
         };
         // Wait, so that loading fails if a copy to the device fails.
@@ -113,16 +111,16 @@ impl DeviceState {
         &mut self,
         work: impl FnOnce(&mut Self) -> Result<T, DeviceError>,
     ) -> Result<T, ModelError> {
-        collect(&mut self.ahead, &mut self.backend);
+        collect(&mut self.ahead, self.backend.as_mut());
         let done = work(self);
         if done.is_err() {
-            self.backend.drop_failure();
+            drop_failure(self.backend.as_mut());
         }
         Ok(done?)
     }
 
     /// The expert slots on the device, through which the store releases and restores segments.
     pub fn placed_slots(&mut self) -> PlacedSlots<'_> {
-        PlacedSlots { backend: &mut self.backend, slots: &self.slots, ahead: &mut self.ahead }
+        PlacedSlots { backend: self.backend.as_mut(), slots: &self.slots, ahead: &mut self.ahead }
     }
 }

@@ -17,7 +17,7 @@ use crate::{
 };
 use moestro_base::{metrics::Metrics, platform::os};
 use moestro_compute::{
-    device::{CommandQueue, CpuDevice, Driver, GPU_KIND, Timeline},
+    device::{CommandQueue, CpuDevice, Driver, GPU_KIND},
     experts::{self, ExpertStore, PackRecords},
     ops::{Backend, Cpu, GpuBackend},
 };

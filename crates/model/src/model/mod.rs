@@ -17,7 +17,7 @@
 //! | `hidden_taps` | the hidden rows that a pass records for drafts |
 //! | `candle_gpu` | Candle's device on this machine's GPU, for the reference and the vision tower |
 //! | `model_parts` | what a model keeps on every device |
-//! | `device_state`, `placement`, `shared_backend` | what a model keeps on one device; moving it there; its lock |
+//! | `device_state`, `placement` | what a model keeps on one device; moving it there |
 //! | `forward/` | one pass: attention, delta net, experts, head, activation buffers |
 //! | `state/` | one sequence: KV pages, delta-net state, snapshots, rollback |
 //! | `vision/` | images in prompts |
@@ -45,7 +45,6 @@ mod positions;
 mod qwen;
 pub mod reference;
 mod run_pass;
-mod shared_backend;
 pub mod speed;
 mod state;
 mod vision;
@@ -77,6 +76,7 @@ pub use moestro_compute::ops::TokenChoice;
 use crate::error::ModelError;
 use moestro_base::platform::Threads;
 use moestro_compute::device::DeviceError;
+use state::kv_pages::foreign_snapshot;
 use std::sync::Arc;
 
 /// The rows of logits that a forward pass returns.
@@ -216,9 +216,22 @@ pub trait Model: HiddenStates + Send + 'static {
     /// Takes a snapshot of the whole sequence.
     fn snapshot(&mut self, state: &mut Self::State) -> Result<Snapshot, ModelError>;
 
-    /// Restores a snapshot taken by this model or by another model with the same weights. Reuses the memory of `reuse`,
-    /// and does not copy pages that `reuse` already holds.
+    /// Restores a snapshot taken by this model, or one with copied pages that another model with the same weights has
+    /// taken. Reuses the memory of `reuse`.
     fn restore(&mut self, snapshot: &Snapshot, reuse: Option<Self::State>) -> Result<Self::State, ModelError>;
+
+    /// Reads the bytes of a snapshot's page. Called between passes.
+    ///
+    /// # Errors
+    /// The page is on the device of another model, or on a lost device.
+    fn read_page(&mut self, page: &KvPage) -> Result<Vec<u8>, ModelError> {
+        page.copied().map(<[u8]>::to_vec).ok_or_else(foreign_snapshot)
+    }
+
+    /// Makes a page of a snapshot from bytes that [`Model::read_page`] returned.
+    fn make_page(&mut self, bytes: Vec<u8>) -> Result<Arc<KvPage>, ModelError> {
+        Ok(Arc::new(bytes.into()))
+    }
 
     /// Frees memory when the system is short of memory. A later call allocates the freed memory again. Called between
     /// passes and while idle. Never changes results.

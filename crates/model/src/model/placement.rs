@@ -2,7 +2,6 @@
 
 use super::{
     config::refuse,
-    shared_backend::SharedBackend,
     state::pass_ahead::{PassAhead, collect},
     weights::{Ffn, Mixer, Network},
 };
@@ -84,7 +83,7 @@ pub fn adopt_slots(
 
 /// The expert slots on a device, through which the store releases segments.
 pub struct PlacedSlots<'a> {
-    pub backend: &'a mut SharedBackend,
+    pub backend: &'a mut dyn Backend,
     pub slots: &'a ExpertSlots,
     pub ahead: &'a mut Option<Arc<PassAhead>>,
 }

@@ -1,7 +1,7 @@
 //! A loaded model: forward passes, verifies, snapshots, and the methods that draft models use.
 
 use super::{
-    HiddenStates, HiddenTaps, Logits, Model, ModelInfo, PassHooks, Rows, Snapshot, SnapshotSize,
+    HiddenStates, HiddenTaps, KvPage, Logits, Model, ModelInfo, PAGE, PassHooks, Rows, Snapshot, SnapshotSize,
     config::Config,
     decode_ahead,
     device_state::DeviceState,
@@ -11,7 +11,7 @@ use super::{
     model_parts::ModelParts,
     positions::RowPositions,
     state::{
-        kv_pages::PagePool,
+        kv_pages::{PagePool, foreign_snapshot},
         pass_ahead::collect,
         rollback::{Commit, MAX_VERIFY_ROWS},
         sequence::{ArenaList, QwenState, kv_bytes_per_token, kv_shape},
@@ -26,7 +26,7 @@ use moestro_base::platform::os::MemoryLevel;
 use moestro_compute::{
     device::CpuDevice,
     experts::ExpertStore,
-    ops::{Backend, Embedding, KvBits, Linear, ModelPart},
+    ops::{Embedding, KvBits, Linear, ModelPart},
 };
 use std::{sync::Arc, time::Instant};
 
@@ -56,7 +56,7 @@ impl Model for Qwen {
 
     fn start(&mut self) -> Result<QwenState, ModelError> {
         let DeviceState { backend, free_arenas, pool, kv_shape, .. } = &mut self.device;
-        Ok(QwenState::new(&self.parts.config, *kv_shape, pool, free_arenas, backend)?)
+        Ok(QwenState::new(&self.parts.config, *kv_shape, pool, free_arenas, backend.as_mut())?)
     }
 
     fn forward_with(
@@ -83,11 +83,9 @@ impl Model for Qwen {
 
     fn snapshot(&mut self, state: &mut QwenState) -> Result<Snapshot, ModelError> {
         let device = &mut self.device;
-        let lock = device.backend.clone();
-        let _guard = lock.lock();
         self.parts.replay(device, state)?;
-        let fixed = state.fixed_bytes(&mut device.backend)?;
-        Ok(state.snapshot(state.len, state.next, fixed, &mut device.backend)?)
+        let fixed = state.fixed_bytes(device.backend.as_mut())?;
+        Ok(state.snapshot(state.len, state.next, fixed, device.backend.as_mut())?)
     }
 
     fn restore(&mut self, snapshot: &Snapshot, reuse: Option<QwenState>) -> Result<QwenState, ModelError> {
@@ -97,10 +95,25 @@ impl Model for Qwen {
         let DeviceState { backend, free_arenas, pool, kv_shape, .. } = &mut self.device;
         let mut state = match reuse {
             Some(state) => state,
-            None => QwenState::uninitialised(&self.parts.config, *kv_shape, pool, free_arenas, backend)?,
+            None => QwenState::uninitialised(&self.parts.config, *kv_shape, pool, free_arenas, backend.as_mut())?,
         };
-        state.restore(snapshot, backend)?;
+        state.restore(snapshot, backend.as_mut())?;
         Ok(state)
+    }
+
+    fn read_page(&mut self, page: &KvPage) -> Result<Vec<u8>, ModelError> {
+        match page {
+            KvPage::Copied(bytes) => Ok(bytes.clone()),
+            KvPage::Pooled(page) => {
+                let index = page.index_in(&self.device.pool).ok_or_else(foreign_snapshot)?;
+                self.device.between_passes(|DeviceState { backend, pool, .. }| pool.read(index, PAGE, backend.as_mut()))
+            }
+        }
+    }
+
+    fn make_page(&mut self, bytes: Vec<u8>) -> Result<Arc<KvPage>, ModelError> {
+        let DeviceState { backend, pool, .. } = &mut self.device;
+        pool.take_filled(&bytes, backend.as_mut())
     }
 
     fn fit_memory(&mut self) {
@@ -122,7 +135,7 @@ impl Model for Qwen {
 impl HiddenStates for Qwen {
     fn set_taps(&mut self, taps: &HiddenTaps) -> Result<(), ModelError> {
         let device = &mut self.device;
-        device.taps = TapBuffers::new(taps, &self.parts.config, device.buffers.rows, &mut device.backend)?;
+        device.taps = TapBuffers::new(taps, &self.parts.config, device.buffers.rows, device.backend.as_mut())?;
         Ok(())
     }
 
@@ -132,7 +145,7 @@ impl HiddenStates for Qwen {
 
     fn tapped_rows(&mut self, rows: usize, out: &mut Vec<f32>) -> Result<(), ModelError> {
         let DeviceState { backend, buffers, taps, .. } = &mut self.device;
-        Ok(taps.read(rows, buffers.residual(), self.parts.config.residual_width(), backend, out)?)
+        Ok(taps.read(rows, buffers.residual(), self.parts.config.residual_width(), backend.as_mut(), out)?)
     }
 }
 
@@ -186,7 +199,7 @@ impl Qwen {
         device.backend.accept(ModelPart::Attention(&shape))?;
         if shape != device.kv_shape {
             let known = device.other_pools.iter().find(|(of, _)| *of == shape).map(|(_, pool)| pool.clone());
-            let pool = known.map_or_else(|| PagePool::new(config, &shape, plan, &device.backend), Ok)?;
+            let pool = known.map_or_else(|| PagePool::new(config, &shape, plan, device.backend.as_mut()), Ok)?;
             let before = std::mem::replace(&mut device.pool, pool);
             if device.other_pools.iter().all(|(of, _)| *of != device.kv_shape) {
                 device.other_pools.push((device.kv_shape, before));
@@ -273,7 +286,8 @@ impl Qwen {
         let Some(head) = &self.parts.mtp else { return Err(ModelError::Config("the model has no MTP head".into())) };
         let DeviceState { backend, limits, buffers, scratch, mtp, ahead, .. } = &mut self.device;
         let Some(state) = mtp else { return Err(ModelError::Config("the MTP head is not on the device".into())) };
-        collect(ahead, backend);
+        collect(ahead, backend.as_mut());
+        let backend = backend.as_mut();
         head.predict(at, ids, hidden, state, PassDevice { backend, limits: *limits, buffers, scratch })
     }
 
@@ -328,7 +342,7 @@ impl Qwen {
             for ((row, delta), rings) in reached.rows.iter().zip(reached.states).zip(reached.rings) {
                 let fixed = [delta, rings].concat();
                 let next = positions.next_after(*row);
-                hooks.snapshots.push(state.snapshot(start + row, next, fixed, &mut device.backend)?);
+                hooks.snapshots.push(state.snapshot(start + row, next, fixed, device.backend.as_mut())?);
             }
             state.len += tokens;
             state.next = positions.next_after(tokens);
@@ -387,7 +401,7 @@ impl Qwen {
             return Err(ModelError::Config(format!("a verify has 1 to {MAX_VERIFY_ROWS} rows, not {rows}")));
         }
         for delta in state.delta_states() {
-            delta.ensure_replay_buffer(&config.delta, &mut device.backend)?;
+            delta.ensure_replay_buffer(&config.delta, device.backend.as_mut())?;
         }
         let chunk = Chunk {
             logits: 0..rows,

@@ -98,7 +98,7 @@ impl ModelParts {
     pub fn replay(&self, device: &mut DeviceState, state: &mut QwenState) -> Result<(), ModelError> {
         for (layer, layer_state) in self.net.layers.iter().zip(&mut state.layers) {
             if let (Mixer::DeltaNet(delta_net), LayerState::DeltaNet(delta)) = (&layer.mixer, layer_state) {
-                delta_net.replay(delta, &device.buffers, &mut device.backend)?;
+                delta_net.replay(delta, &device.buffers, device.backend.as_mut())?;
             }
         }
         state.verified = 0;
@@ -121,13 +121,10 @@ impl ModelParts {
             return Err(ModelError::Config("the sequence already contains the token that follows".into()));
         }
         if chunk.table_row.is_none() {
-            collect(&mut device.ahead, &mut device.backend);
+            collect(&mut device.ahead, device.backend.as_mut());
         }
         let rows_of_each = chunk.ids.len() / states.len().max(1);
-        states.iter_mut().try_for_each(|state| state.reserve_pages(rows_of_each, &mut device.backend))?;
-        // The lock makes threads that read KV pages wait until the pass has ended and its errors were reported.
-        let lock = device.backend.clone();
-        let _guard = lock.lock();
+        states.iter_mut().try_for_each(|state| state.reserve_pages(rows_of_each, device.backend.as_mut()))?;
         let DeviceState { backend, limits, slots, buffers, kv_shape, scratch, taps, .. } = device;
         let ModelParts { config, net, store, tables, .. } = self;
         let buffers = &chunk.table_row.map_or(*buffers, |row| buffers.at_row(row, config));
@@ -143,7 +140,7 @@ impl ModelParts {
         let mut pass = Pass {
             chunk,
             config,
-            backend,
+            backend: backend.as_mut(),
             limits: *limits,
             buffers,
             attention: kv_shape,

@@ -30,7 +30,6 @@ use crate::{
         options::{LoadOptions, MtpSource},
         placement::{adopt_slots, check_supported, slot_tables},
         positions::RowPositions,
-        shared_backend::SharedBackend,
         state::{
             kv_pages::PAGE,
             sequence::{LayerState, MAX_RING_BLOCK, kv_shape},
@@ -103,7 +102,7 @@ pub enum HiddenRows<'a> {
 
 /// The parts of the model's device state that the head shares.
 pub struct PassDevice<'a> {
-    pub backend: &'a mut SharedBackend,
+    pub backend: &'a mut dyn Backend,
     pub limits: BackendLimits,
     pub buffers: &'a Buffers,
     pub scratch: &'a mut Scratch,

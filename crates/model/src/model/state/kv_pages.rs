@@ -5,25 +5,15 @@
 //! page returns to the pool when its last reference is dropped. Each sequence has a table of its page numbers on the
 //! device.
 
-use crate::{
-    error::ModelError,
-    model::{
-        config::Config,
-        shared_backend::{SharedBackend, WeakBackend},
-    },
-    plan::Plan,
-};
+use crate::{error::ModelError, model::config::Config, plan::Plan};
 use moestro_compute::{
     device::{DeviceError, Region},
     ops::{AttentionShape, Backend, IndexerShape},
 };
-use parking_lot::{Condvar, Mutex};
-use std::{borrow::Cow, fmt, sync::Arc, time::Duration};
+use parking_lot::Mutex;
+use std::{fmt, sync::Arc};
 
 pub use moestro_compute::ops::attention::PAGE;
-
-/// Maximum time to wait for a free page. Another thread may still be reading the page that is released next.
-const FREE_PAGE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Sizes of a page's content in bytes, all layers together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -74,14 +64,12 @@ impl KvPage {
         }
     }
 
-    /// Reads the bytes of the page.
-    ///
-    /// # Errors
-    /// The model that owns the page was unloaded.
-    pub fn read(&self) -> Result<Cow<'_, [u8]>, DeviceError> {
+    /// The bytes of a copy. `None` for a page on the device, which [`Model::read_page`](crate::model::Model::read_page)
+    /// reads.
+    pub fn copied(&self) -> Option<&[u8]> {
         match self {
-            KvPage::Copied(bytes) => Ok(Cow::Borrowed(bytes)),
-            KvPage::Pooled(page) => page.pool.read(page.index, PAGE).map(Cow::Owned),
+            KvPage::Copied(bytes) => Some(bytes),
+            KvPage::Pooled(_) => None,
         }
     }
 }
@@ -90,6 +78,11 @@ impl From<Vec<u8>> for KvPage {
     fn from(bytes: Vec<u8>) -> Self {
         KvPage::Copied(bytes)
     }
+}
+
+/// The error of a snapshot or page that belongs to another model or a lost device.
+pub fn foreign_snapshot() -> ModelError {
+    ModelError::Config("the snapshot belongs to another model".into())
 }
 
 /// A page of the pool. Dropping this value returns the page to the pool.
@@ -108,7 +101,6 @@ impl PooledPage {
 impl Drop for PooledPage {
     fn drop(&mut self) {
         self.pool.free.lock().push(self.index);
-        self.pool.page_freed.notify_all();
     }
 }
 
@@ -120,7 +112,6 @@ impl fmt::Debug for PooledPage {
 
 /// All KV pages of a model on a device.
 pub struct PagePool {
-    backend: WeakBackend,
     /// Keys and values of each attention layer, `[pages, page_part]` bytes each.
     pub layers: Vec<[Region; 2]>,
     /// Block keys of the indexer of each attention layer, page by page. Empty if there are no indexers.
@@ -133,7 +124,6 @@ pub struct PagePool {
     kv_heads: usize,
     /// Numbers of the free pages.
     free: Mutex<Vec<u32>>,
-    page_freed: Condvar,
     count: usize,
     /// Number of pages of one full context.
     context_pages: usize,
@@ -154,7 +144,7 @@ impl PagePool {
         config: &Config,
         shape: &AttentionShape,
         plan: &Plan,
-        backend: &SharedBackend,
+        backend: &mut dyn Backend,
     ) -> Result<Arc<Self>, DeviceError> {
         let page_part = shape.page_bytes();
         let layers = config.full_layers();
@@ -164,20 +154,17 @@ impl PagePool {
         let count = plan.pages(page_bytes as u64).max(context_pages);
         let count = if layers == 0 { context_pages } else { count };
         let beyond_context = ((count * page_bytes) as u64).saturating_sub(plan.kv);
-        let mut on = backend.clone();
-        let keys_values = |_| Ok([on.allocate(count * page_part)?, on.allocate(count * page_part)?]);
+        let keys_values = |_| Ok([backend.allocate(count * page_part)?, backend.allocate(count * page_part)?]);
         let layers = (0..layers).map(keys_values).collect::<Result<Vec<_>, DeviceError>>()?;
         let with_index = if index_part > 0 { layers.len() } else { 0 };
-        let index = (0..with_index)
-            .map(|_| backend.clone().allocate(count * index_part))
-            .collect::<Result<Vec<_>, DeviceError>>()?;
+        let index =
+            (0..with_index).map(|_| backend.allocate(count * index_part)).collect::<Result<Vec<_>, DeviceError>>()?;
         let size = PageSize {
             position: (2 * layers.len() * page_part / PAGE) as u64,
             block: config.indexer.map_or(1, |indexer| indexer.ratio),
             block_key: (index.len() * config.indexer.map_or(0, |indexer| indexer.key_bytes(1))) as u64,
         };
         Ok(Arc::new(Self {
-            backend: backend.downgrade(),
             layers,
             index,
             page_part,
@@ -185,7 +172,6 @@ impl PagePool {
             size,
             kv_heads: shape.kv_heads,
             free: Mutex::new((0..count as u32).rev().collect()),
-            page_freed: Condvar::new(),
             count,
             context_pages,
             beyond_context,
@@ -229,29 +215,21 @@ impl PagePool {
 
     /// Takes a free page.
     pub fn take(self: &Arc<Self>) -> Result<PooledPage, ModelError> {
-        let mut free = self.free.lock();
-        if free.is_empty() {
-            self.page_freed.wait_for(&mut free, FREE_PAGE_TIMEOUT);
-        }
         let none = || ModelError::Memory(format!("all {} pages of keys and values are in use", self.count));
-        let index = free.pop().ok_or_else(none)?;
+        let index = self.free.lock().pop().ok_or_else(none)?;
         Ok(PooledPage { pool: self.clone(), index })
     }
 
-    /// Takes a free page and fills it with `bytes`, as [`KvPage::read`] returns them.
-    pub fn take_filled(self: &Arc<Self>, bytes: &[u8]) -> Result<Arc<KvPage>, ModelError> {
+    /// Takes a free page and fills it with `bytes`, as [`PagePool::read`] returns them.
+    pub fn take_filled(self: &Arc<Self>, bytes: &[u8], backend: &mut dyn Backend) -> Result<Arc<KvPage>, ModelError> {
         let page = self.take()?;
-        self.write(page.index, PAGE, bytes)?;
+        self.write(page.index, PAGE, bytes, backend)?;
         Ok(Arc::new(KvPage::Pooled(page)))
     }
 
     /// Reads the first `rows` positions of a page: for each layer the keys and then the values, head by head, and at
     /// the end the block keys of the indexers.
-    pub fn read(&self, index: u32, rows: usize) -> Result<Vec<u8>, DeviceError> {
-        let mut backend = self.backend()?;
-        let lock = backend.clone();
-        // Locked, so that the engine's thread cannot start a pass between two reads.
-        let _guard = lock.lock();
+    pub fn read(&self, index: u32, rows: usize, backend: &mut dyn Backend) -> Result<Vec<u8>, DeviceError> {
         let mut out = vec![0; self.size.bytes(rows) as usize];
         let mut rest = &mut out[..];
         for region in self.regions(index, rows) {
@@ -263,11 +241,10 @@ impl PagePool {
     }
 
     /// Writes bytes that [`PagePool::read`] returned to the first `rows` positions of a page.
-    pub fn write(&self, index: u32, rows: usize, bytes: &[u8]) -> Result<(), ModelError> {
+    pub fn write(&self, index: u32, rows: usize, bytes: &[u8], backend: &mut dyn Backend) -> Result<(), ModelError> {
         if bytes.len() as u64 != self.size.bytes(rows) {
-            return Err(ModelError::Config("the snapshot belongs to another model".into()));
+            return Err(foreign_snapshot());
         }
-        let mut backend = self.backend()?;
         let mut rest = bytes;
         for region in self.regions(index, rows) {
             let (part, after) = rest.split_at(region.len);
@@ -275,10 +252,6 @@ impl PagePool {
             rest = after;
         }
         Ok(())
-    }
-
-    fn backend(&self) -> Result<SharedBackend, DeviceError> {
-        self.backend.upgrade().ok_or_else(|| DeviceError("the model of these pages was unloaded".into()))
     }
 
     /// The regions of the first `rows` positions of a page: one region for each layer if the page is full, otherwise

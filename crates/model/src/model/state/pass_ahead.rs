@@ -1,6 +1,5 @@
 //! A pass of a sequence that runs ahead of the CPU.
 
-use crate::model::shared_backend::SharedBackend;
 use moestro_compute::{
     device::{DeviceError, Region},
     ops::Backend,
@@ -21,12 +20,18 @@ pub struct PassAhead {
 }
 
 /// Waits for a pass ahead, so that the device is idle and another pass may overwrite the buffers. Keeps the logits.
-pub fn collect(ahead: &mut Option<Arc<PassAhead>>, backend: &mut SharedBackend) {
+pub fn collect(ahead: &mut Option<Arc<PassAhead>>, backend: &mut dyn Backend) {
     let Some(pass) = ahead.take() else { return };
     let mut logits = vec![0.0; pass.logits.len / 4];
     let done = backend.read_floats(pass.logits, &mut logits);
     if done.is_err() {
-        backend.drop_failure();
+        drop_failure(backend);
     }
     let _ = pass.collected.set(done.map(|()| logits));
+}
+
+/// Waits for all submitted work, and drops its failure, which was reported already. So the next pass can succeed.
+pub fn drop_failure(backend: &mut dyn Backend) {
+    let submitted = backend.sync_point();
+    let _ = backend.wait_for(submitted);
 }

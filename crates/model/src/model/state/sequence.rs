@@ -5,7 +5,7 @@
 //! nothing.
 
 use super::{
-    kv_pages::{KvPage, PAGE, PagePool},
+    kv_pages::{KvPage, PAGE, PagePool, foreign_snapshot},
     last_tokens::LastTokens,
     pass_ahead::PassAhead,
     rollback::{DeltaState, MAX_VERIFY_ROWS, append_region},
@@ -344,7 +344,7 @@ impl QwenState {
         let mut pages = self.pages[..len / PAGE].to_vec();
         if let Some(last) = self.pages.get(len / PAGE).filter(|_| !len.is_multiple_of(PAGE)) {
             let index = self.page_index(last).unwrap_or_default();
-            pages.push(Arc::new(KvPage::Copied(self.pool.read(index, len % PAGE)?)));
+            pages.push(Arc::new(KvPage::Copied(self.pool.read(index, len % PAGE, backend)?)));
         }
         Ok(Snapshot { len, pages, state: Arc::new(state) })
     }
@@ -377,7 +377,8 @@ impl QwenState {
                 Some(_) if rows == PAGE => page.clone(),
                 _ => {
                     let own = Arc::new(KvPage::Pooled(self.pool.take()?));
-                    self.pool.write(self.page_index(&own).unwrap_or_default(), rows, &page.read()?)?;
+                    let bytes = page.copied().ok_or_else(foreign_snapshot)?;
+                    self.pool.write(self.page_index(&own).unwrap_or_default(), rows, bytes, backend)?;
                     own
                 }
             };
@@ -493,10 +494,6 @@ fn delta_regions(layers: &[LayerState]) -> impl Iterator<Item = Region> {
         LayerState::Attention(..) => None,
     };
     layers.iter().filter_map(regions).flatten()
-}
-
-fn foreign_snapshot() -> ModelError {
-    ModelError::Config("the snapshot belongs to another model".into())
 }
 
 /// Allocates arenas that share buffers.
