@@ -1,6 +1,11 @@
 //! `moestro info`: prints a model's memory plan on this machine and estimates its decoding speed.
 
-use super::{machine_report::DeviceFigures, measure, simulate};
+use super::{
+    estimate::{Estimate, HIT_RATES, HitRates, Overhead, estimate},
+    machine_report::DeviceFigures,
+    measure, simulate,
+    simulation::hit_rates,
+};
 use crate::command::{checkpoint_meta::resolve, device_choice::DeviceChoice, draft_source, load::options, text::show};
 use crate::{
     cli,
@@ -13,10 +18,7 @@ use moestro_chat::Tokenizer;
 use moestro_model::{
     checkpoint,
     model::{self, CheckpointInfo, Config, config::FfnShape},
-    plan::{
-        Estimate, HIT_RATES, HitRates, LimitSource, MachineLimits, ModelFootprint, Overhead, Plan, Size, Strategy,
-        estimate, hit_rates,
-    },
+    plan::{LimitSource, MachineLimits, ModelFootprint, Plan, Size, Strategy},
 };
 use serde::Serialize;
 use std::{fmt, path::PathBuf};

@@ -1,9 +1,11 @@
 //! Results of `moestro doctor --report` on this machine: a table for an issue, and a file that `moestro info` reads.
 
-use super::measure::{KernelRate, Measurements};
+use super::{
+    estimate::{Bandwidth, Overhead},
+    measure::{KernelRate, Measurements},
+};
 use crate::error::CommandError;
 use moestro_base::platform::{atomic_file::replace_file, os, read_small_file};
-use moestro_model::plan::{Bandwidth, Overhead};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::{

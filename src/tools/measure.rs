@@ -1,15 +1,13 @@
 //! Measures the inputs of estimates: memory bandwidth, the speed of the expert kernels, and the speed of expert reads.
 
+use super::estimate::Bandwidth;
 use crate::error::CommandError;
 use moestro_base::{error::StoreError, metrics::Metrics, platform::Access};
 use moestro_compute::{
     device::{CpuDevice, CpuTimeline, memory_bandwidth},
     experts::{ExpertChoice, ExpertStore, Options, PassKind, Prefetch},
 };
-use moestro_model::{
-    model::{CheckpointInfo, StoreOptions, speed},
-    plan::Bandwidth,
-};
+use moestro_model::model::{CheckpointInfo, StoreOptions, speed};
 use serde::Serialize;
 use std::time::{Duration, Instant};
 

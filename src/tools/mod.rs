@@ -2,8 +2,10 @@
 
 pub mod bench;
 pub mod doctor;
+mod estimate;
 pub mod info;
 mod machine_report;
 mod measure;
 mod simulate;
+mod simulation;
 pub mod synth;

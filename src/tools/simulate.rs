@@ -5,12 +5,15 @@ use crate::{
     command::{checkpoint_meta::resolve, load::options, text::show},
     config::{self, LoadSettings, ModelSource},
     error::CommandError,
-    tools::synth,
+    tools::{
+        simulation::{MACHINES, Simulation, simulate},
+        synth,
+    },
 };
 use moestro_base::{error::StoreError, platform::atomic_file::PartialDir};
 use moestro_model::{
     model::{self, CheckpointInfo},
-    plan::{MACHINES, ModelFootprint, Simulation, Size, Strategy, simulate},
+    plan::{ModelFootprint, Size, Strategy},
 };
 use serde::Serialize;
 use std::fmt;

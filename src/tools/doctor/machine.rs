@@ -5,6 +5,7 @@ use crate::{
     error::CommandError,
     tools::{
         bench::run::{BenchSession, Run},
+        estimate::{Bandwidth, HitRates, Overhead, estimate},
         machine_report::{DeviceFigures, MachineReport, RunFigures},
         measure,
         synth::{self, Dimensions, SynthOptions},
@@ -22,7 +23,7 @@ use moestro_compute::{
 use moestro_model::{
     checkpoint::pack,
     model::{CheckpointInfo, LoadOptions, Model, Qwen, StoreOptions, speed},
-    plan::{Bandwidth, HitRates, ModelFootprint, Overhead, PlanOptions, Strategy, estimate},
+    plan::{ModelFootprint, PlanOptions, Strategy},
 };
 use std::{
     path::Path,

@@ -18,14 +18,10 @@
 //! after that extends the context up to the model's maximum. A higher limit therefore never results in fewer slots, a
 //! shorter context or a smaller chunk. Values that the user has set are not changed.
 //!
-//! `estimate` computes the speed of decoding, `machine` simulates other machines, and `size` formats byte counts.
+//! `size` formats byte counts.
 
-mod estimate;
-mod machine;
 mod size;
 
-pub use estimate::{Bandwidth, Estimate, HIT_RATES, HitRates, Overhead, estimate};
-pub use machine::{MACHINES, Machine, Simulation, hit_rates, simulate};
 pub use size::Size;
 
 use crate::error::ModelError;

@@ -8,7 +8,7 @@ const GIB: u64 = 1 << 30;
 const MIB: u64 = 1 << 20;
 
 /// The footprint of Qwen3.5-35B-A3B with 4-bit weights.
-pub fn model_35b() -> ModelFootprint {
+fn model_35b() -> ModelFootprint {
     ModelFootprint {
         trunk: 1_390_000_000,
         gathered: 286_000_000,
@@ -211,38 +211,6 @@ fn refusal_names_only_parts_that_exist() {
 }
 
 #[test]
-fn estimate_matches_hand_computed_misses() {
-    let shape =
-        ModelFootprint { trunk: 5000, gathered: 1000, expert: 1000, layers: 3, experts_per_token: 2, ..small() };
-    let bandwidth = Bandwidth { memory: 60.0 * MIB as f64, compute: 1e4, disk: 2e3, latency: 0.6, cache: 4e3 };
-    let overhead = Overhead { layer: 0.05, token: 0.2 };
-    let found = estimate(&shape, &bandwidth, HitRates { slots: 0.75, cache: 0.0 }, overhead);
-    // The trunk takes 0.4 s and the state 0.1 s. A layer takes 0.2 s if both experts hit. If one expert misses, the
-    // layer takes the latency plus the time to compute one expert. If both experts miss, the layer takes one second of
-    // reading plus the time to compute one expert.
-    let layer = 0.5625 * 0.2 + 0.375 * 0.7 + 0.0625 * 1.1;
-    assert!((found.tokens_per_second - 1.0 / (0.5 + 3.0 * (layer + 0.05) + 0.2)).abs() < 1e-9, "{found:?}");
-    assert!((found.disk_bytes_per_token - 1500.0).abs() < 1e-9 && found.hit_rate == 0.75, "{found:?}");
-    // Half of the misses are in the page cache. Zero, one or two experts are read from the page cache, at a quarter of
-    // a second each.
-    let found = estimate(&shape, &bandwidth, HitRates { slots: 0.75, cache: 0.5 }, overhead);
-    let one = 1.0 / 7.0; // Probability of the page cache, given that the disk is not needed.
-    let layer = 0.765625 * (0.2f64).max(2.0 * one * 0.25 + 0.1 * (1.0 - (6.0f64 / 7.0).powi(2)))
-        + 0.21875 * (0.7 + one * 0.25)
-        + 0.015625 * 1.1;
-    assert!((found.tokens_per_second - 1.0 / (0.5 + 3.0 * (layer + 0.05) + 0.2)).abs() < 1e-9, "{found:?}");
-    assert!((found.disk_bytes_per_token - 750.0).abs() < 1e-9, "{found:?}");
-    // The head is read at memory bandwidth.
-    let shape = ModelFootprint { head: 3000, ..shape };
-    let memory = Bandwidth { memory: 3e4, ..bandwidth };
-    let [whole, apart] = [bandwidth, memory].map(|bandwidth| {
-        let state = 2.0 * shape.state as f64 / bandwidth.memory;
-        1.0 / estimate(&shape, &bandwidth, HitRates::ALL, Overhead::default()).tokens_per_second - state
-    });
-    assert!((whole - 3000.0 / bandwidth.memory - 0.1 - 0.6).abs() < 1e-9 && (apart - 0.1 - 0.1 - 0.6).abs() < 1e-9);
-}
-
-#[test]
 fn stream_experts_switch_forces_strategy() {
     let mut options = PlanOptions { limit: Some(40 * GIB), stream: Some(true), ..PlanOptions::default() };
     let on = Plan::new(&model_35b(), &limits(), &options).unwrap();
@@ -323,8 +291,6 @@ fn dense_model_has_no_slots() {
     let shape = ModelFootprint { expert: 0, slot: 0, layers: 0, experts: 0, experts_per_token: 0, ..model_35b() };
     let plan = Plan::new(&shape, &limits(), &PlanOptions::default()).unwrap();
     assert_eq!((plan.strategy, plan.slots, plan.experts), (Strategy::Resident, 0, 0));
-    let bandwidth = Bandwidth { memory: 1e9, compute: 1e9, disk: 1e9, latency: 1e-3, cache: 1e9 };
-    assert!(estimate(&shape, &bandwidth, HitRates::ALL, Overhead::default()).tokens_per_second.is_finite());
 }
 
 #[test]

@@ -3,7 +3,7 @@
 //! check the estimate.
 
 use super::{Bandwidth, HitRates, Overhead, estimate};
-use crate::plan::{DraftFootprint, ModelFootprint};
+use moestro_model::plan::{DraftFootprint, ModelFootprint};
 
 /// Maximum relative error of a row to which the constants were not fitted.
 const MAX_ERROR: f64 = 0.2;

@@ -21,7 +21,7 @@
 //! makes decoding faster. The estimate also assumes a short context and reads that need no CPU time. If these
 //! assumptions do not hold, decoding is slower than estimated.
 
-use super::{ModelFootprint, Plan};
+use moestro_model::plan::{ModelFootprint, Plan};
 use serde::{Deserialize, Serialize};
 
 /// Hit rates that `moestro info` shows.
@@ -122,9 +122,32 @@ fn binomial(n: usize, m: usize, p: f64) -> f64 {
 mod measured;
 
 #[cfg(test)]
-mod tests {
-    use super::super::tests::model_35b;
+pub mod tests {
     use super::*;
+    use moestro_model::plan::DraftFootprint;
+
+    /// The footprint of Qwen3.5-35B-A3B with 4-bit weights.
+    pub fn model_35b() -> ModelFootprint {
+        ModelFootprint {
+            trunk: 1_390_000_000,
+            gathered: 286_000_000,
+            head: 286_000_000,
+            expert: 1_769_472,
+            slot: 1_785_856,
+            layers: 40,
+            experts: 256,
+            experts_per_token: 8,
+            kv_per_token: 40_960,
+            state: 66_000_000,
+            sequence: 70_000_000,
+            sequence_per_row: 0,
+            workspace_per_row: 300_000,
+            workspace_fixed: 4_000_000,
+            context: 262_144,
+            draft: DraftFootprint::default(),
+            vision: 0,
+        }
+    }
 
     #[test]
     fn binomial_sums_to_one() {
@@ -164,5 +187,52 @@ mod tests {
             estimate(&model_35b(), &bandwidth, HitRates { slots: rate, cache: 0.0 }, none).tokens_per_second
         });
         assert!(speeds.windows(2).all(|pair| pair[0] < pair[1]), "{speeds:?}");
+    }
+
+    #[test]
+    fn estimate_matches_hand_computed_misses() {
+        let shape = ModelFootprint {
+            trunk: 5000,
+            gathered: 1000,
+            head: 0,
+            expert: 1000,
+            layers: 3,
+            experts_per_token: 2,
+            state: 3_000_000,
+            ..model_35b()
+        };
+        let bandwidth = Bandwidth { memory: 60e6, compute: 1e4, disk: 2e3, latency: 0.6, cache: 4e3 };
+        let overhead = Overhead { layer: 0.05, token: 0.2 };
+        let found = estimate(&shape, &bandwidth, HitRates { slots: 0.75, cache: 0.0 }, overhead);
+        // The trunk takes 0.4 s and the state 0.1 s. A layer takes 0.2 s if both experts hit. If one expert misses, the
+        // layer takes the latency plus the time to compute one expert. If both experts miss, the layer takes one second of
+        // reading plus the time to compute one expert.
+        let layer = 0.5625 * 0.2 + 0.375 * 0.7 + 0.0625 * 1.1;
+        assert!((found.tokens_per_second - 1.0 / (0.5 + 3.0 * (layer + 0.05) + 0.2)).abs() < 1e-9, "{found:?}");
+        assert!((found.disk_bytes_per_token - 1500.0).abs() < 1e-9 && found.hit_rate == 0.75, "{found:?}");
+        // Half of the misses are in the page cache. Zero, one or two experts are read from the page cache, at a quarter of
+        // a second each.
+        let found = estimate(&shape, &bandwidth, HitRates { slots: 0.75, cache: 0.5 }, overhead);
+        let one = 1.0 / 7.0; // Probability of the page cache, given that the disk is not needed.
+        let layer = 0.765625 * (0.2f64).max(2.0 * one * 0.25 + 0.1 * (1.0 - (6.0f64 / 7.0).powi(2)))
+            + 0.21875 * (0.7 + one * 0.25)
+            + 0.015625 * 1.1;
+        assert!((found.tokens_per_second - 1.0 / (0.5 + 3.0 * (layer + 0.05) + 0.2)).abs() < 1e-9, "{found:?}");
+        assert!((found.disk_bytes_per_token - 750.0).abs() < 1e-9, "{found:?}");
+        // The head is read at memory bandwidth.
+        let shape = ModelFootprint { head: 3000, ..shape };
+        let memory = Bandwidth { memory: 3e4, ..bandwidth };
+        let [whole, apart] = [bandwidth, memory].map(|bandwidth| {
+            let state = 2.0 * shape.state as f64 / bandwidth.memory;
+            1.0 / estimate(&shape, &bandwidth, HitRates::ALL, Overhead::default()).tokens_per_second - state
+        });
+        assert!((whole - 3000.0 / bandwidth.memory - 0.1 - 0.6).abs() < 1e-9 && (apart - 0.1 - 0.1 - 0.6).abs() < 1e-9);
+    }
+
+    #[test]
+    fn estimate_of_dense_model_is_finite() {
+        let shape = ModelFootprint { expert: 0, slot: 0, layers: 0, experts: 0, experts_per_token: 0, ..model_35b() };
+        let bandwidth = Bandwidth { memory: 1e9, compute: 1e9, disk: 1e9, latency: 1e-3, cache: 1e9 };
+        assert!(estimate(&shape, &bandwidth, HitRates::ALL, Overhead::default()).tokens_per_second.is_finite());
     }
 }

@@ -23,10 +23,11 @@
 //! models the error of the formula was up to 10 % (`estimate_tests.rs`). For Macs there are no measurements to fit, so
 //! the ranges are less certain.
 
-use super::{
-    Bandwidth, Estimate, HitRates, MachineLimits, ModelFootprint, Overhead, Plan, PlanOptions, Strategy, estimate,
+use super::estimate::{Bandwidth, Estimate, HitRates, Overhead, estimate};
+use moestro_model::{
+    error::ModelError,
+    plan::{MachineLimits, ModelFootprint, Plan, PlanOptions, Strategy},
 };
-use crate::error::ModelError;
 use serde::Serialize;
 
 const GIB: u64 = 1 << 30;
@@ -148,8 +149,8 @@ pub fn hit_rates(residency: f64) -> [f64; 2] {
 
 #[cfg(test)]
 mod tests {
-    use super::super::tests::model_35b;
     use super::*;
+    use crate::tools::estimate::tests::model_35b;
 
     fn named(name: &str) -> Machine {
         *MACHINES.iter().find(|machine| machine.name == name).unwrap()
