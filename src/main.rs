@@ -56,7 +56,7 @@ fn main() -> ExitCode {
 fn run(command: Command, settings: &Settings) -> Result<(), CommandError> {
     match command {
         Command::Serve(args) => serve::run(ServeConfig::new(args).map_err(CommandError::Usage)?, settings),
-        Command::Generate(args) => generate::run(&GenerateConfig::new(args).map_err(CommandError::Usage)?),
+        Command::Generate(args) => generate::run(&GenerateConfig::new(args).map_err(CommandError::Usage)?, settings),
         Command::Run(args) => {
             let remote = args.remote.clone();
             chat::run(GenerateConfig::chat(args).map_err(CommandError::Usage)?, &remote, settings)

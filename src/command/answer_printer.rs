@@ -22,7 +22,7 @@ pub struct TerminalAnswer {
 }
 
 /// The end of an answer.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Default)]
 pub struct AnswerEnd {
     /// True if the token limit ended the answer.
     pub is_cut: bool,
@@ -109,14 +109,14 @@ impl AnswerPrinter {
         write_content(text)
     }
 
-    /// Ends the answer. `end` is `None` if the user interrupted the answer.
-    pub fn finish(mut self, end: Option<AnswerEnd>) -> Result<TerminalAnswer, CommandError> {
+    /// Ends the printing, after which [`TerminalAnswer::end`] is not set yet.
+    pub fn finish(mut self) -> Result<TerminalAnswer, CommandError> {
         self.end_progress();
         self.end_reasoning();
         if !self.content.is_empty() {
             write_content("\n")?;
         }
-        Ok(TerminalAnswer { content: self.content, reasoning: self.reasoning, end })
+        Ok(TerminalAnswer { content: self.content, reasoning: self.reasoning, end: None })
     }
 
     fn end_progress(&mut self) {

@@ -2,9 +2,9 @@
 
 use super::{
     agents::{AgentSetup, AgentTarget},
+    api_client::{self, ApiClient},
     confirm::confirmed,
     local_models,
-    remote_server::RemoteServer,
     text::printable,
 };
 use crate::{
@@ -30,7 +30,7 @@ const SMALL_CONTEXT: usize = 32_768;
 
 /// Starts an agent. Exits with the agent's exit code.
 pub fn run(args: &cli::LaunchArgs, settings: &Settings) -> Result<(), CommandError> {
-    let remote = RemoteServer::new(&args.remote);
+    let remote = ApiClient::remote(&args.remote)?;
     let dir = os::data_dir().ok_or_else(|| usage("cannot find your home directory, which needs a configuration"))?;
     if !args.dry_run {
         find_program(args)?;
@@ -90,7 +90,7 @@ fn find_program(args: &cli::LaunchArgs) -> Result<(), CommandError> {
 
 /// The model that the agent uses, with its context length and its abilities.
 fn target(
-    remote: &RemoteServer,
+    remote: &ApiClient,
     args: &cli::LaunchArgs,
     settings: &Settings,
     health: &Value,
@@ -103,8 +103,8 @@ fn target(
     let model = named.or(served).unwrap_or_else(|| crate::demo::NAME.into());
     let known = if health.is_null() { Value::Null } else { card(remote, &model)? };
     Ok(AgentTarget {
-        base_url: remote.base_url(),
-        key: remote.api_key().map(str::to_owned),
+        base_url: api_client::base_url(&args.remote),
+        key: args.remote.api_key.clone(),
         context: known["context_length"].as_u64().unwrap_or(SMALL_CONTEXT as u64) as usize,
         has_vision: known["capabilities"]["vision"] == true,
         reasons: known["capabilities"]["reasoning"] == true,
@@ -114,11 +114,10 @@ fn target(
 
 /// The entry of a model in the server's list. Loads the model first if it is not loaded, because only a loaded model
 /// has a context length there.
-fn card(remote: &RemoteServer, model: &str) -> Result<Value, CommandError> {
+fn card(remote: &ApiClient, model: &str) -> Result<Value, CommandError> {
     let find = || -> Result<Value, CommandError> {
-        let list = remote.ask("/v1/models", None)?;
-        let found = list["data"].as_array().into_iter().flatten().find(|entry| entry["id"] == model).cloned();
-        found.ok_or_else(|| usage(&format!("the server at {} has no model {model}", remote.base_url())))
+        let address = remote.address().unwrap_or_default();
+        remote.model(model)?.ok_or_else(|| usage(&format!("the server at {address} has no model {model}")))
     };
     let known = find()?;
     if known["context_length"].is_u64() {
@@ -126,7 +125,7 @@ fn card(remote: &RemoteServer, model: &str) -> Result<Value, CommandError> {
     }
     eprintln!("loading {}", printable(model));
     let hello = json!([{"role": "user", "content": "Hi"}]);
-    remote.stream_chat(&json!({"model": model, "messages": hello, "max_tokens": 1, "stream": true}), |_| true)?;
+    remote.ask_model("/v1/chat/completions", &json!({"model": model, "messages": hello, "max_tokens": 1}))?;
     find()
 }
 

@@ -6,8 +6,14 @@ use super::{
     draft_source::DraftSource,
     progress,
 };
-use crate::{cli::model_args::DraftArgs, config::LoadSettings, error::CommandError};
+use crate::{
+    cli::model_args::DraftArgs,
+    config::LoadSettings,
+    error::CommandError,
+    http::{HostedModel, LoadedModel, ModelCard, RequestLimits},
+};
 use moestro_base::metrics::Metrics;
+use moestro_chat::grammar::GrammarCompiler;
 use moestro_compute::experts::ReadMode;
 use moestro_engine as engine;
 use moestro_model::{
@@ -15,7 +21,12 @@ use moestro_model::{
     plan::{MachineLimits, Plan, PlanOptions, Size},
 };
 use serde_json::Value;
-use std::{path::Path, sync::Arc, thread};
+use std::{
+    path::Path,
+    sync::Arc,
+    thread,
+    time::{SystemTime, UNIX_EPOCH},
+};
 
 /// Adds the speculation flags to the engine's options.
 pub fn speculation(drafts: Option<&DraftArgs>, options: engine::Options) -> engine::Options {
@@ -31,6 +42,43 @@ pub fn start_engine(
     metrics: Arc<Metrics>,
 ) -> Result<(engine::Handle, engine::Worker), CommandError> {
     engine::spawn_with(model, draft, options, metrics).map_err(CommandError::io("starting the engine thread"))
+}
+
+/// Starts the engine of a loaded model with these speculation flags, and makes the model ready for requests. `options`
+/// has what a server sets.
+pub fn host_model(
+    id: &str,
+    checkpoint: CheckpointMeta,
+    loaded: ReadyModel,
+    drafts: Option<&DraftArgs>,
+    options: engine::Options,
+    metrics: &Arc<Metrics>,
+) -> Result<HostedModel, CommandError> {
+    let quantisation = checkpoint.quantization();
+    let defaults = checkpoint.generation.sampling();
+    let CheckpointMeta { tokenizer, template, generation, .. } = checkpoint;
+    let grammars = Arc::new(GrammarCompiler::new(tokenizer.clone(), &generation.eos));
+    let options = engine::Options {
+        eos: generation.eos,
+        usable_vocab: tokenizer.vocab_size().min(loaded.model.info().vocab),
+        prompt_cache: loaded.model.plan().prompt_cache,
+        ..speculation(drafts, options)
+    };
+    let (engine, worker) = start_engine(loaded.model, loaded.draft, options, metrics.clone())?;
+    let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
+    let model = LoadedModel {
+        engine,
+        tokenizer,
+        grammars,
+        template,
+        card: ModelCard { id: id.into(), created, experts_per_token: loaded.experts_per_token, quantisation },
+        defaults,
+        thinking: None,
+        limits: RequestLimits::default(),
+        plan: loaded.plan,
+    };
+    // The engine writes its snapshots before it ends.
+    Ok(HostedModel { id: id.into(), model, unload: Box::new(move || drop(worker.join())) })
 }
 
 /// A loaded model with its draft.

@@ -3,9 +3,10 @@
 
 mod agents;
 mod answer_printer;
+mod api_client;
 mod auto_pack;
+mod chat_client;
 mod chat_input;
-mod chat_model;
 mod chat_settings;
 pub mod checkpoint_meta;
 pub mod completions;
@@ -17,7 +18,6 @@ pub mod generate;
 pub mod launch;
 pub mod list;
 pub mod load;
-mod local_model;
 pub mod local_models;
 pub mod log;
 mod log_files;
@@ -27,8 +27,6 @@ pub mod pack;
 pub mod progress;
 pub mod ps;
 pub mod pull;
-mod remote_model;
-mod remote_server;
 pub mod rm;
 pub mod run;
 pub mod serve;

@@ -5,7 +5,7 @@ use super::{
     auto_pack::pack_or_suggest,
     checkpoint_meta::CheckpointMeta,
     device_choice::DeviceChoice,
-    load::{self, ReadyModel, check_model, load_model},
+    load::{ReadyModel, check_model, host_model, load_model},
     local_models::{self, CatalogEntry, Origin},
 };
 use crate::{
@@ -16,25 +16,15 @@ use crate::{
     },
     error::CommandError,
     http::{
-        HostTimeouts, HostedModel, LoadFailure, LoadedModel, ModelCard, ModelEntry, ModelLoader, OriginPolicy,
-        RequestLimits, RequestMemory, ServerState,
+        HostTimeouts, HostedModel, LoadFailure, ModelEntry, ModelLoader, OriginPolicy, RequestLimits, RequestMemory,
+        ServerState,
     },
 };
 use moestro_base::{metrics::Metrics, platform::os};
-use moestro_chat::grammar::GrammarCompiler;
 use moestro_engine::{self as engine, DiskCacheOptions, Options};
-use moestro_model::{
-    checkpoint::{identity::file_identity, index::Index},
-    model::Model,
-};
+use moestro_model::checkpoint::{identity::file_identity, index::Index};
 use parking_lot::{Mutex, RwLock};
-use std::{
-    collections::BTreeSet,
-    net::IpAddr,
-    path::PathBuf,
-    sync::Arc,
-    time::{Instant, SystemTime, UNIX_EPOCH},
-};
+use std::{collections::BTreeSet, net::IpAddr, path::PathBuf, sync::Arc, time::Instant};
 
 /// Lists and loads the models of a server: the model that the server was started with, and all other models on this
 /// machine.
@@ -210,52 +200,32 @@ impl ModelCatalog {
             parallel: model.model.plan().parallel,
             max_queue: config.max_queue,
             max_queue_bytes: self.memory.waiting_limit(),
-            eos: checkpoint.generation.eos.clone(),
-            usable_vocab: checkpoint.tokenizer.vocab_size().min(model.model.info().vocab),
-            prompt_cache: model.model.plan().prompt_cache,
             disk_cache: storage(config, &checkpoint, &model),
             ..Options::default()
         };
-        let options = load::speculation(config.load.drafts.as_ref(), options);
-        let (engine, worker) = load::start_engine(model.model, model.draft, options, metrics.clone())?;
-        let grammars = Arc::new(GrammarCompiler::new(checkpoint.tokenizer.clone(), &checkpoint.generation.eos));
-        let warm = grammars.clone();
+        let mut hosted = host_model(id, checkpoint, model, config.load.drafts.as_ref(), options, metrics)?;
+        hosted.model.thinking = config.thinking;
+        hosted.model.limits = RequestLimits {
+            max_tokens: config.max_tokens,
+            thinking_budget: config.thinking_budget,
+            max_prompt_tokens: config.max_prompt_tokens,
+        };
+        let grammars = hosted.model.grammars.clone();
         let sorting = std::thread::Builder::new()
             .name("grammars".into())
-            .spawn(move || warm.warm_up())
+            .spawn(move || grammars.warm_up())
             .map_err(CommandError::io("starting a thread"))?;
-        let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
         metrics.set_model(id);
-        let app = LoadedModel {
-            engine,
-            defaults: checkpoint.generation.sampling(),
-            card: ModelCard {
-                id: id.into(),
-                created,
-                experts_per_token: model.experts_per_token,
-                quantisation: checkpoint.quantization(),
-            },
-            grammars,
-            tokenizer: checkpoint.tokenizer,
-            template: checkpoint.template,
-            thinking: config.thinking,
-            limits: RequestLimits {
-                max_tokens: config.max_tokens,
-                thinking_budget: config.thinking_budget,
-                max_prompt_tokens: config.max_prompt_tokens,
-            },
-            plan: model.plan,
-        };
         let metrics = metrics.clone();
-        let unload = move || {
-            // The engine writes its snapshots before it ends.
-            let _ = worker.join();
+        let stop_engine = hosted.unload;
+        hosted.unload = Box::new(move || {
+            stop_engine();
             // Sorting a large vocabulary takes a hundred megabytes, which are freed when the sorting thread ends.
             let _ = sorting.join();
             metrics.clear_model();
             os::trim_memory();
-        };
-        Ok(HostedModel { id: id.into(), model: app, unload: Box::new(unload) })
+        });
+        Ok(hosted)
     }
 }
 

@@ -1,13 +1,13 @@
 //! `moestro ps` and `stop`: show or unload the model of a running server.
 
-use super::{remote_server::RemoteServer, text::table};
+use super::{api_client::ApiClient, text::table};
 use crate::{cli, error::CommandError};
 use moestro_model::plan::Size;
 use serde_json::Value;
 
 /// Prints the loaded model and the load of the server, or that no model is loaded.
 pub fn ps(args: &cli::PsArgs) -> Result<(), CommandError> {
-    let health = RemoteServer::new(&args.remote).ask("/health", None)?;
+    let health = ApiClient::remote(&args.remote)?.ask("/health", None)?;
     print!("{}", report(&health));
     Ok(())
 }
@@ -36,7 +36,7 @@ fn report(health: &Value) -> String {
 
 /// Makes the server unload a model. The next request loads the model again.
 pub fn stop(args: &cli::StopArgs) -> Result<(), CommandError> {
-    let server = RemoteServer::new(&args.remote);
+    let server = ApiClient::remote(&args.remote)?;
     let name = match &args.name {
         Some(name) => name.clone(),
         None => match server.ask("/health", None)?["model"].as_str() {

@@ -2,12 +2,10 @@
 
 use super::{
     answer_printer::{TerminalAnswer, figures, print_dimmed},
+    chat_client::{ChatClient, message},
     chat_input::{LineEditor, LineEvent},
-    chat_model::ChatModel,
     chat_settings::{self, AnswerOptions, ChatSettings},
-    conversation_file, generate,
-    local_model::message,
-    local_models,
+    conversation_file, generate, local_models,
     text::printable,
 };
 use crate::{
@@ -15,9 +13,8 @@ use crate::{
     config::{self, GenerateConfig, ModelSource, config_file::Settings},
     error::CommandError,
 };
-use moestro_engine::Image;
 use serde_json::{Value, json};
-use std::{path::PathBuf, sync::Arc};
+use std::{mem, path::PathBuf};
 
 const HELP: &str = "\
 /set              show the settings; /set NAME VALUE changes one, /set NAME
@@ -51,40 +48,37 @@ fn completions() -> Vec<String> {
 
 /// Answers the prompt once if there is a prompt. Otherwise starts a chat.
 pub fn run(config: GenerateConfig, remote: &RemoteArgs, settings: &Settings) -> Result<(), CommandError> {
-    let model = ChatModel::open(&config, remote, settings)?;
+    let model = ChatClient::open(&config, remote, settings)?;
     if config.prompt.is_some() {
-        generate::answer_once(&model, &config)?;
-        return model.close();
+        return generate::answer_once(model, &config);
     }
     let answer_options = AnswerOptions::new(&config);
     let mut chat = ChatSession {
         model: Some(model),
         settings: ChatSettings { answer_options, system: config.system.clone() },
         messages: Vec::new(),
-        images: Vec::new(),
         next_images: Vec::new(),
         file: None,
-        runtime: generate::runtime()?,
         config,
         remote: remote.clone(),
         catalog: settings.clone(),
     };
     chat.run()?;
-    chat.model.take().map_or(Ok(()), ChatModel::close)
+    if let Some(model) = chat.model.take() {
+        model.close();
+    }
+    Ok(())
 }
 
 struct ChatSession {
     /// `None` only while the chat changes to another model.
-    model: Option<ChatModel>,
+    model: Option<ChatClient>,
     settings: ChatSettings,
     messages: Vec<Value>,
-    /// Images of the messages in the conversation.
-    images: Vec<Arc<Image>>,
-    /// Images of the next message.
-    next_images: Vec<Arc<Image>>,
+    /// Images of the next message: parts of its content.
+    next_images: Vec<Value>,
     /// The file of `/save` or `/load`, which `/save` may overwrite.
     file: Option<PathBuf>,
-    runtime: tokio::runtime::Runtime,
     config: GenerateConfig,
     remote: RemoteArgs,
     catalog: Settings,
@@ -124,7 +118,8 @@ impl ChatSession {
                     Err(error) => return Err(error),
                 },
                 None => {
-                    self.send(&text)?;
+                    let question = self.question(&text);
+                    self.send(question)?;
                 }
             }
         }
@@ -138,22 +133,21 @@ impl ChatSession {
             "help" | "?" => Ok(HELP.into()),
             "clear" => {
                 self.messages.clear();
-                self.images.clear();
                 self.next_images.clear();
                 Ok("the conversation is empty".into())
             }
             "image" if rest.is_empty() => usage("/image needs the path of a PNG, JPEG, WebP or GIF file"),
             "image" => self.add_image(rest).map_err(CommandError::Usage),
-            "save" | "load" | "model" if !rest.is_empty() && !self.images.is_empty() => {
-                usage("the conversation has images; /clear deletes it")
-            }
             "retry" => {
                 let before = self.messages.clone();
-                let Some(text) = self.last_question() else { return usage("there is no message to answer again") };
-                if !self.send(&text)? {
+                let Some(question) = self.last_question() else { return usage("there is no message to answer again") };
+                if !self.send(question)? {
                     self.messages = before;
                 }
                 Ok(String::new())
+            }
+            "save" if self.messages.iter().any(|message| message["content"].is_array()) => {
+                usage("the conversation has images; /clear deletes it")
             }
             "save" if rest.is_empty() && self.file.is_none() => usage("name a file: /save FILE"),
             "save" => {
@@ -174,7 +168,7 @@ impl ChatSession {
             }
             "model" if rest.is_empty() => {
                 let all = local_models::all(&self.catalog, None);
-                let current = self.model.as_ref().map_or("", ChatModel::name);
+                let current = self.model.as_ref().map_or("", |model| &model.id);
                 let line = |entry: local_models::CatalogEntry| {
                     let mark = if entry.id == current { "* " } else { "  " };
                     format!("{mark}{}", entry.id)
@@ -183,7 +177,7 @@ impl ChatSession {
             }
             "model" => self.switch(rest),
             "show" => {
-                let model = self.model.as_ref().map_or(String::new(), ChatModel::describe);
+                let model = self.model.as_ref().map_or(String::new(), ChatClient::describe);
                 Ok(format!("{model}\n{} messages\n{}", self.messages.len(), self.settings))
             }
             _ => usage(&format!("no command /{name}; /help lists the commands")),
@@ -193,18 +187,15 @@ impl ChatSession {
     /// Reads an image for the next message. Returns a line to show to the user.
     fn add_image(&mut self, path: &str) -> Result<String, String> {
         let Some(model) = &self.model else { return Ok(String::new()) };
-        let image = model.read_image(&config::expand(path))?;
-        let tokens = image.tokens();
+        let (image, tokens) = model.read_image(&config::expand(path))?;
         self.next_images.push(image);
         Ok(format!("{path}: {tokens} tokens; the next text goes with it"))
     }
 
     /// Removes the last question and the messages after it. Returns the question.
-    fn last_question(&mut self) -> Option<String> {
+    fn last_question(&mut self) -> Option<Value> {
         let at = self.messages.iter().rposition(|message| message["role"] == "user")?;
-        let text = self.messages[at]["content"].as_str()?.to_owned();
-        self.messages.truncate(at);
-        Some(text)
+        self.messages.drain(at..).next()
     }
 
     /// Unloads the model and loads another model. The conversation continues. If the other model cannot be loaded, the
@@ -216,9 +207,9 @@ impl ChatSession {
         self.catalog.model = self.catalog.models.iter().any(|(known, _)| known == name).then(|| name.to_owned());
         self.config.model = source;
         if let Some(model) = self.model.take() {
-            model.close()?;
+            model.close();
         }
-        let refused = match ChatModel::open(&self.config, &self.remote, &self.catalog) {
+        let refused = match ChatClient::open(&self.config, &self.remote, &self.catalog) {
             Ok(model) => {
                 let line = model.describe();
                 self.model = Some(model);
@@ -227,31 +218,30 @@ impl ChatSession {
             Err(error) => error,
         };
         (self.config.model, self.catalog.model) = before;
-        self.model = Some(ChatModel::open(&self.config, &self.remote, &self.catalog)?);
+        self.model = Some(ChatClient::open(&self.config, &self.remote, &self.catalog)?);
         Err(CommandError::Usage(refused.to_string()))
+    }
+
+    /// The user's message with this text and the next images.
+    fn question(&mut self, text: &str) -> Value {
+        if self.next_images.is_empty() {
+            return message("user", text);
+        }
+        self.next_images.push(json!({"type": "text", "text": text}));
+        json!({"role": "user", "content": mem::take(&mut self.next_images)})
     }
 
     /// Sends a message to the model. A failed answer does not end the chat. Returns false if the answer has failed, and
     /// the message is then not part of the conversation.
-    fn send(&mut self, text: &str) -> Result<bool, CommandError> {
+    fn send(&mut self, question: Value) -> Result<bool, CommandError> {
         let Some(model) = &self.model else { return Ok(false) };
-        let before = self.images.len();
-        let mut question = message("user", text);
-        if !self.next_images.is_empty() {
-            let images = self.next_images.iter().map(|_| json!({"type": "image"}));
-            let parts: Vec<Value> = images.chain([json!({"type": "text", "text": text})]).collect();
-            question["content"] = parts.into();
-            self.images.append(&mut self.next_images);
-        }
         self.messages.push(question);
         let system = self.settings.system.iter().map(|text| message("system", text));
         let messages: Vec<Value> = system.chain(self.messages.iter().cloned()).collect();
-        let answer = model.answer(&messages, &self.images, &self.settings.answer_options, interrupted());
-        let answer = self.runtime.block_on(answer);
+        let answer = model.answer(&messages, &self.settings.answer_options, interrupted());
         let TerminalAnswer { content, reasoning, end } = match answer {
-            Err(error @ (CommandError::Engine(_) | CommandError::Service(_) | CommandError::Io { .. })) => {
+            Err(error @ (CommandError::Service(_) | CommandError::Io { .. })) => {
                 self.messages.pop();
-                self.images.truncate(before);
                 eprintln!("moestro: {error}");
                 return Ok(false);
             }

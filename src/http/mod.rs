@@ -39,6 +39,6 @@ pub use layers::{OriginPolicy, REQUEST_LOG, RequestMemory, Timeouts};
 pub use models::{
     HostTimeouts, HostedModel, LoadFailure, LoadedModel, ModelCard, ModelEntry, ModelHost, ModelLoader, RequestLimits,
 };
-pub use request::{ImageUrls, boundaries};
+pub use request::ImageUrls;
 pub use server::{ApiSet, router, serve};
 pub use state::{BODY_LIMIT, ServerState};

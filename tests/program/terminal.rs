@@ -4,11 +4,11 @@
 use crate::program::{MOESTRO, isolate};
 use std::{
     io::{BufRead, BufReader, Read, Write},
-    net::{TcpListener, TcpStream},
+    net::{Shutdown, TcpListener, TcpStream},
     os::{fd::OwnedFd, unix::fs::PermissionsExt},
     path::Path,
     process::{Child, ChildStdin, Command, Stdio},
-    sync::{Arc, Mutex},
+    sync::{Arc, Mutex, mpsc},
     thread,
     time::{Duration, Instant},
 };
@@ -337,6 +337,93 @@ fn chat_asks_server_that_has_the_model() {
     chat.end(CTRL_D);
     server.kill().unwrap();
     server.wait().unwrap();
+}
+
+/// A checkpoint that sees images, in the fixtures.
+const VISION: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/vision/mlx_4bit");
+
+#[test]
+fn images_are_shown_to_every_model() {
+    let home = tempfile::tempdir().unwrap();
+    let image = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/vision/images/noise.jpg");
+    let broken = home.path().join("broken.png");
+    std::fs::write(&broken, "no image").unwrap();
+    let mut server = isolated(MOESTRO, home.path());
+    server.args(["serve", VISION, "--port", "0", "--ctx-size", "1024"]);
+    let mut server = server.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+    let mut line = String::new();
+    BufReader::new(server.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    let ready: serde_json::Value = serde_json::from_str(&line).unwrap();
+    let remote = format!("--port {}", ready["port"]);
+    for (flags, name) in [(remote.as_str(), "mlx_4bit at http://"), ("--ctx-size 1024", "mlx_4bit on cpu")] {
+        let mut chat = Terminal::begin(home.path(), &format!("run {VISION} --temp 0 --max-tokens 4 {flags}"));
+        chat.wait(name);
+        chat.wait(">>> ");
+        chat.say(&format!("/image {}", broken.display()), "broken.png: the image ");
+        chat.say(&format!("/image {image}"), "noise.jpg: 10 tokens; the next text goes with it");
+        chat.say("What is this?", "answer 4 tokens");
+        chat.say("/retry", "answer 4 tokens");
+        chat.say("/save chat.json", "the conversation has images; /clear deletes it");
+        chat.say("And now?", "answer 4 tokens");
+        chat.end(CTRL_D);
+    }
+    server.kill().unwrap();
+    server.wait().unwrap();
+    let mut chat = Terminal::chat(home.path());
+    chat.say(&format!("/image {image}"), "this model cannot see images");
+    chat.end(CTRL_D);
+}
+
+/// A server whose answers have this content. If `is_endless`, a stream stays open until the client closes it. Returns
+/// the port, and a receiver that is told of every closed stream.
+fn scripted_server(content: &str, is_endless: bool) -> (u16, mpsc::Receiver<()>) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let (closed, is_closed) = mpsc::channel();
+    let event = serde_json::json!({"choices": [{"delta": {"content": content}}]});
+    let end = if is_endless { "" } else { "data: [DONE]\n\n" };
+    let stream = format!("data: {event}\n\n{end}");
+    thread::spawn(move || {
+        for mut socket in listener.incoming().flatten() {
+            let mut head = [0; 4096];
+            let length = socket.read(&mut head).unwrap();
+            let asked = String::from_utf8_lossy(&head[..length]).into_owned();
+            if asked.starts_with("POST") {
+                let _ = write!(socket, "HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n{stream}");
+                if !is_endless {
+                    let _ = socket.shutdown(Shutdown::Write);
+                }
+                while socket.read(&mut head).is_ok_and(|length| length > 0) {}
+                let _ = closed.send(());
+                continue;
+            }
+            let body = if asked.starts_with("GET /health") {
+                r#"{"status": "ok", "model": "moestro-demo", "version": "0"}"#
+            } else {
+                r#"{"data": [{"id": "moestro-demo"}]}"#
+            };
+            let _ = write!(socket, "HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n{body}", body.len());
+        }
+    });
+    (port, is_closed)
+}
+
+#[test]
+fn interrupted_answer_closes_the_stream() {
+    let home = tempfile::tempdir().unwrap();
+    let (port, is_closed) = scripted_server("An answer ", true);
+    let mut chat = Terminal::begin(home.path(), &format!("{CHAT} --port {port}"));
+    chat.wait(">>> ");
+    for _ in 0..2 {
+        chat.press("Hi\r");
+        chat.wait("An answer");
+        chat.press(CTRL_C);
+        chat.wait("interrupted");
+        chat.wait(">>> ");
+        is_closed.recv_timeout(Duration::from_secs(60)).expect("the server is told while the chat waits for a text");
+    }
+    chat.say("/show", "4 messages");
+    chat.end(CTRL_D);
 }
 
 #[test]
