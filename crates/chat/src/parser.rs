@@ -60,7 +60,6 @@ mod value;
 use argument::{PendingArgument, PendingCall, call_id};
 use declared::Tools;
 pub use delta::Delta;
-use json_types::JsonTypes;
 use prose::{Found, Prose, Start};
 use serde_json::Value;
 use std::ops::Range;
