@@ -69,9 +69,11 @@ pub enum Command {
     List(ListArgs),
     /// Delete a model from this machine
     Rm(RmArgs),
+    /// Show what is on the disk (models, packs, prompt snapshots, kernels, logs), and remove it by kind
+    Cache(CacheArgs),
     /// Copy a model's experts to a pack: one page-aligned record per expert, faster to read
     Pack(PackArgs),
-    /// Show the memory plan of a model and its estimated speed on this machine
+    /// Show the memory plan of a model and its estimated speed on this machine; without a model, rank models
     #[command(alias = "show")]
     Info(InfoArgs),
     /// Measure the speed of prefill and decode, expert cache hits, stalls and disk reads
@@ -241,6 +243,9 @@ pub struct PullArgs {
     /// Branch, tag or commit
     #[arg(long, value_name = "REV", default_value = "main")]
     pub revision: String,
+    /// Print progress and the directory as lines of JSON
+    #[arg(long)]
+    pub json: bool,
 }
 
 #[derive(Debug, Args)]
@@ -252,12 +257,31 @@ pub struct ListArgs {
     pub json: bool,
 }
 
+/// Flags of `moestro cache`.
+#[derive(Debug, Args)]
+pub struct CacheArgs {
+    /// Remove everything of these kinds, separated by commas; `moestro rm` deletes models
+    #[arg(long, value_enum, value_delimiter = ',', value_name = "KINDS")]
+    pub remove: Vec<values::CacheKind>,
+    #[command(flatten)]
+    pub home: ModelsDirArgs,
+    /// Remove without asking
+    #[arg(short, long)]
+    pub yes: bool,
+    /// Print one JSON object instead of a table
+    #[arg(long, conflicts_with = "remove")]
+    pub json: bool,
+}
+
 #[derive(Debug, Args)]
 pub struct RmArgs {
     /// Name from `moestro list`
     pub name: String,
     #[command(flatten)]
     pub home: ModelsDirArgs,
+    /// Delete the model's packs, too
+    #[arg(long)]
+    pub all: bool,
     /// Delete without asking
     #[arg(short, long)]
     pub yes: bool,
@@ -325,8 +349,10 @@ mod tests {
     use super::*;
 
     /// Flags that confirm, print, name outputs or select another measurement. They must be on the command line.
-    const COMMAND_LINE_ONLY: [&str; 14] = [
+    const COMMAND_LINE_ONLY: [&str; 16] = [
         "yes",
+        "all",
+        "remove",
         "json",
         "dry-run",
         "prompt",

@@ -3,6 +3,7 @@
 pub mod config_file;
 pub mod foreign_flags;
 pub mod generation_config;
+pub mod variables;
 
 pub use crate::cli::values::{Device, DraftModel, PackMode};
 pub use generation_config::GenerationDefaults;

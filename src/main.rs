@@ -6,13 +6,13 @@ use clap::error::ErrorKind;
 use moestro::{
     cli::Command,
     command::{
-        completions, generate, launch, list, local_models, log, man, pack, ps, pull, rm, run as chat, serve, service,
-        show_config,
+        cache, completions, generate, launch, list, local_models, log, man, pack, ps, pull, rm, run as chat, serve,
+        service, show_config,
     },
     config::{
         GenerateConfig, ServeConfig,
         config_file::{self, Settings},
-        foreign_flags,
+        foreign_flags, variables,
     },
     error::CommandError,
     tools::{bench, doctor, info, synth},
@@ -43,6 +43,7 @@ fn main() -> ExitCode {
     local_models::resolve_name(&mut cli.command, &mut settings);
     match log::init(&cli).and_then(|_guard| {
         settings.content.log_warning();
+        variables::log_unknown();
         run(cli.command, &settings)
     }) {
         Ok(()) => ExitCode::SUCCESS,
@@ -64,12 +65,13 @@ fn run(command: Command, settings: &Settings) -> Result<(), CommandError> {
         Command::Launch(args) => launch::run(&args, settings),
         Command::Pack(args) => pack::run(&args),
         Command::List(args) => list::list(&args, settings),
+        Command::Cache(args) => cache::run(&args, settings),
         Command::Rm(args) => rm::remove(&args, settings),
         Command::Ps(args) => ps::ps(&args),
         Command::Stop(args) => ps::stop(&args),
         Command::Pull(args) => pull::run(&args),
-        Command::Info(args) => info::run(args),
-        Command::Bench(args) => bench::run(args),
+        Command::Info(args) => info::run(args, settings),
+        Command::Bench(args) => bench::run(args, settings),
         Command::Doctor(args) => doctor::run(&args, &version::whole()),
         Command::Synth(args) => synth::command::run(&args),
         Command::Man { dir } => man::man(&dir),

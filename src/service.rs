@@ -104,13 +104,31 @@ impl Service {
         }
     }
 
-    /// Performs an action. The output of the service manager goes to the terminal.
+    /// Performs an action. The output of the service manager goes to the terminal. A failed installation leaves no file
+    /// behind that was not there before.
     ///
     /// # Errors
-    /// A file system error occurs (the error names the path), or a command fails or cannot be run (the error has the
-    /// command line).
+    /// The service manager cannot be reached (the error says what to do), a file system error occurs (the error names
+    /// the path), or a command fails or cannot be run (the error has the command line).
     pub fn act(&self, manager: ServiceManager, action: ServiceCommand) -> Result<(), String> {
-        self.steps(manager, action).iter().try_for_each(perform)
+        if manager == ServiceManager::Systemd && action != ServiceCommand::Uninstall {
+            systemd::check_session(self.user)?;
+        }
+        let steps = self.steps(manager, action);
+        let new_files: Vec<&PathBuf> = steps.iter().filter_map(new_file).collect();
+        steps.iter().try_for_each(perform).inspect_err(|_| {
+            for file in new_files {
+                let _ = fs::remove_file(file);
+            }
+        })
+    }
+}
+
+/// The file that a step creates. `None` if the step writes no file, or one that exists.
+fn new_file(step: &ServiceStep) -> Option<&PathBuf> {
+    match step {
+        ServiceStep::Write(path, _) if !path.exists() => Some(path),
+        _ => None,
     }
 }
 

@@ -7,7 +7,7 @@ use clap::{Arg, Command, CommandFactory};
 const GROUPS: [(&str, &[&str]); 5] = [
     ("Chat", &["run", "generate"]),
     ("Serve", &["serve", "launch", "ps", "stop", "service"]),
-    ("Models", &["pull", "list", "rm", "pack"]),
+    ("Models", &["pull", "list", "rm", "cache", "pack"]),
     ("Measure and check", &["info", "bench", "doctor"]),
     ("Other", &["config", "synth", "completions", "help"]),
 ];
@@ -23,7 +23,7 @@ Examples:
 `moestro COMMAND -h` shows the common flags of a command, `--help` all of them.";
 
 /// Examples of single commands.
-pub const COMMAND_EXAMPLES: [(&str, &str); 10] = [
+pub const COMMAND_EXAMPLES: [(&str, &str); 11] = [
     (
         "run",
         "  moestro run                                           chat with the demo model
@@ -49,9 +49,11 @@ pub const COMMAND_EXAMPLES: [(&str, &str); 10] = [
         "  moestro pull mlx-community/Qwen3.5-35B-A3B-4bit
   moestro pull https://huggingface.co/mlx-community/Qwen3.5-35B-A3B-4bit",
     ),
+    ("cache", "  moestro cache\n  moestro cache --remove packs,snapshots"),
     (
         "info",
-        "  moestro info org/name --memory-limit 24GiB
+        "  moestro info                                          rank models for this machine
+  moestro info org/name --memory-limit 24GiB
   moestro info --like 122b --machine all                simulate without a download",
     ),
     (

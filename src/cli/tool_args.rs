@@ -13,11 +13,11 @@ use std::path::PathBuf;
 pub struct InfoArgs {
     #[command(flatten)]
     pub model: ModelArgs,
-    /// Estimate the speed on another Mac from published figures: its chip and GB of memory (m4-max-128), or all
+    /// Estimate the speed on another machine from published figures: chip and GB of memory (m4-max-128, pc-64), or all
     /// [default: measure this machine]
     #[arg(long, env = "MOESTRO_MACHINE", value_name = "NAME")]
     pub machine: Option<String>,
-    /// Estimate a 4-bit model with the dimensions of this Qwen model, without its files; needs --machine
+    /// Estimate a 4-bit model with the dimensions of this Qwen model, without its files
     #[arg(long, env = "MOESTRO_LIKE", value_parser = LIKE)]
     pub like: Option<String>,
     /// Print one JSON object instead of a table

@@ -8,7 +8,7 @@ use moestro_compute::{
 };
 use moestro_engine::DraftPolicy;
 use moestro_model::plan::Parallel;
-use std::time::Duration;
+use std::{fmt, time::Duration};
 
 /// Id of the option `--model`. The option and the argument MODEL set the same setting.
 pub const MODEL_OPTION: &str = "model_option";
@@ -337,6 +337,31 @@ pub fn hosts(text: &str) -> Result<String, String> {
         Ok(text.into())
     } else {
         Err("it must be names such as box.lan, without scheme or port".into())
+    }
+}
+
+/// Kinds of files that `moestro cache` shows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum CacheKind {
+    #[value(skip)]
+    Models,
+    /// Unfinished downloads
+    Downloads,
+    /// Copies of experts that `moestro pack` has made
+    Packs,
+    /// The prompt cache on disk
+    Snapshots,
+    /// Compiled GPU kernels
+    Kernels,
+    Logs,
+    /// The unpacked demo, and lists of hot experts
+    Other,
+}
+
+impl fmt::Display for CacheKind {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.write_str(&format!("{self:?}").to_lowercase())
     }
 }
 

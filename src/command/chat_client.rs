@@ -63,7 +63,8 @@ impl ChatClient {
         let id = local_models::id(&config.model, settings);
         let chosen = DeviceChoice::new(&config.load)?;
         let metrics = Metrics::new(env!("CARGO_PKG_VERSION"), chosen.name());
-        let checkpoint = CheckpointMeta::open(&config.model, config.generation.clone())?;
+        let mut checkpoint = CheckpointMeta::open(&config.model, config.generation.clone())?;
+        checkpoint.name.clone_from(&id);
         let loaded = load_model(&checkpoint, &config.load, chosen, &metrics)?;
         let drafts = config.load.drafts.as_ref();
         let hosted = host_model(&id, checkpoint, loaded, drafts, Options::default(), &metrics)?;

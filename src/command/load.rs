@@ -22,6 +22,7 @@ use moestro_model::{
 };
 use serde_json::Value;
 use std::{
+    io::{self, IsTerminal},
     path::Path,
     sync::Arc,
     thread,
@@ -192,12 +193,21 @@ pub fn load_model(
         FfnShape::Moe { k, .. } => Some(k),
         FfnShape::Dense { .. } => None,
     };
-    tracing::info!("memory plan of {}: {}", checkpoint.name, plan_line(model.plan()));
+    log_for_files(&format!("memory plan of {}: {}", checkpoint.name, plan_line(model.plan())));
     let requests = model.plan().requests;
     let mut plan = serde_json::to_value(model.plan()).unwrap_or_default();
     plan["device"] = device.into();
     plan["reserved"] = model.plan().total().into();
     Ok(ReadyModel { model, draft, device, experts_per_token, plan, requests })
+}
+
+/// Logs a line whose content a server on a terminal also prints, so the log on a terminal has it at DEBUG only.
+pub fn log_for_files(line: &str) {
+    if io::stdout().is_terminal() && io::stderr().is_terminal() {
+        tracing::debug!("{line}");
+    } else {
+        tracing::info!("{line}");
+    }
 }
 
 /// Describes a memory plan in one line: `2.51 GiB of 8.00 GiB: trunk 1.20 GiB, ...; 24 % of the experts in memory,

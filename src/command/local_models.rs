@@ -63,8 +63,11 @@ pub fn models_dir(flag: Option<&Path>) -> Option<PathBuf> {
 /// All models. If two models have the same name, only the first is listed.
 pub fn all(settings: &Settings, own: Option<&Path>) -> Vec<CatalogEntry> {
     let demo = CatalogEntry { id: demo::NAME.into(), source: ModelSource::Demo, origin: Origin::Demo, dir: None };
+    let own = models_dir(own).map(|home| find_models(&home)).unwrap_or_default();
     let named = settings.models.iter().filter_map(|(name, place)| {
-        let source = ModelSource::new(Some(place));
+        let listed = own.iter().find(|(id, _)| id == place && !Path::new(place).exists());
+        let source =
+            listed.map_or_else(|| ModelSource::new(Some(place)), |(_, dir)| ModelSource::Directory(dir.clone()));
         let dir = match &source {
             ModelSource::Directory(dir) => dir.clone(),
             ModelSource::Hub(id) => Hub::from_env().ok()?.local(id)?,
@@ -72,9 +75,9 @@ pub fn all(settings: &Settings, own: Option<&Path>) -> Vec<CatalogEntry> {
         };
         Some(CatalogEntry { id: name.clone(), source, origin: Origin::Configuration, dir: Some(dir) })
     });
-    let own = models_dir(own).map(|home| find_models(&home)).unwrap_or_default().into_iter().map(|(id, dir)| {
+    let own = own.iter().map(|(id, dir)| {
         let source = ModelSource::Directory(dir.clone());
-        CatalogEntry { id, source, origin: Origin::Own, dir: Some(dir) }
+        CatalogEntry { id: id.clone(), source, origin: Origin::Own, dir: Some(dir.clone()) }
     });
     let hub = Hub::from_env().map(|hub| hub.all()).unwrap_or_default().into_iter().map(|(id, dir)| {
         let source = ModelSource::Hub(id.clone());
@@ -111,9 +114,11 @@ pub fn resolve_name(command: &mut Command, settings: &mut Settings) {
     let mut mine = models_dir(own.as_deref()).map(|home| find_models(&home)).unwrap_or_default().into_iter();
     if name == demo::NAME {
         *place = None;
+        settings.model.get_or_insert(name);
     } else if let Some((_, dir)) = mine.find(|(id, _)| *id == name) {
         *place = Some(dir.to_string_lossy().into_owned());
-        settings.model = Some(name);
+        // A name in the configuration file for this model takes precedence.
+        settings.model.get_or_insert(name);
     }
 }
 
@@ -181,13 +186,15 @@ mod tests {
         put("other", br#"{"model_type": "whisper"}"#);
         put(".hidden", config);
         let place = mine.to_str().unwrap().to_owned();
-        let settings = Settings { models: vec![("coder".into(), place)], ..Settings::default() };
+        let models = vec![("coder".into(), place), ("writer".into(), "org/theirs".into())];
+        let settings = Settings { models, ..Settings::default() };
         let found = all(&settings, Some(home.path()));
         let found: Vec<_> = found.iter().filter(|entry| entry.origin != Origin::Hub).collect();
         let ids: Vec<&str> = found.iter().map(|entry| entry.id.as_str()).collect();
-        assert_eq!(ids, ["coder", "mine", "org/theirs", demo::NAME]);
-        assert_eq!((found[0].bytes(), found[1].bytes(), found[2].bytes()), (100, 100, 0));
-        assert!(found[3].bytes() > 1000 && found[0].created() > SystemTime::UNIX_EPOCH);
+        assert_eq!(ids, ["coder", "writer", "mine", "org/theirs", demo::NAME]);
+        assert_eq!((found[0].bytes(), found[2].bytes(), found[3].bytes()), (100, 100, 0));
+        assert_eq!(found[1].dir, found[3].dir);
+        assert!(found[4].bytes() > 1000 && found[0].created() > SystemTime::UNIX_EPOCH);
     }
 
     #[test]

@@ -9,6 +9,7 @@ use crate::{
     error::CommandError,
     http::REQUEST_LOG,
 };
+use moestro_base::platform::DeferredSignals;
 use std::{
     fmt::{self, Debug, Write as _},
     io::{self, IsTerminal, Write},
@@ -173,6 +174,8 @@ impl Drop for LogGuard {
 fn write_in_thread(mut writer: impl Write + Send + 'static) -> io::Result<(LogLines, LogGuard)> {
     let (sender, messages) = sync_channel(MAX_WAITING);
     thread::Builder::new().name("log".into()).spawn(move || {
+        // A signal that ends the process must reach a thread that may defer it.
+        let _signals = DeferredSignals::begin();
         for message in messages {
             match message {
                 LogMessage::Line(line) => drop(writer.write_all(&line)),

@@ -184,7 +184,8 @@ impl ModelCatalog {
         let metrics = &self.metrics;
         let chosen = DeviceChoice::new(&config.load)?;
         *self.working_set.lock() = chosen.working_set();
-        let checkpoint = CheckpointMeta::open(&config.model, config.generation.clone())?;
+        let mut checkpoint = CheckpointMeta::open(&config.model, config.generation.clone())?;
+        checkpoint.name = id.into();
         let model = match load_model(&checkpoint, &config.load, chosen, metrics) {
             // The draft that was chosen for the first model may not fit this model.
             Err(error) if self.has_draft_of_another_model(id, config) => {

@@ -1,58 +1,99 @@
 //! `moestro pull org/name`: downloads a model. `serve org/name` does the same for a model that is not on this machine.
 
-use super::text::printable;
+use super::{download_speed::DownloadSpeed, progress, text::printable};
 use crate::{
     cli,
     config::{hub_id, is_hub_id},
     error::CommandError,
 };
-use moestro_model::checkpoint::{hub::Hub, licence::licence};
+use indicatif::ProgressBar;
+use moestro_base::{error::StoreError, platform::DeferredSignals};
+use moestro_model::checkpoint::{
+    hub::{DownloadProgress, Hub},
+    licence::licence,
+};
+use parking_lot::Mutex;
+use serde_json::{Value, json};
 use std::{
-    io::{self, IsTerminal},
+    io::{self, IsTerminal, Write},
     path::PathBuf,
+    sync::{
+        Arc, Weak,
+        mpsc::{Receiver, RecvTimeoutError, channel},
+    },
+    thread,
+    time::{Duration, Instant},
 };
 
 /// The default revision.
 const MAIN: &str = "main";
+/// Interval at which a download looks for a signal that ends the program.
+const SIGNAL_INTERVAL: Duration = Duration::from_millis(50);
+/// Interval between two progress events of `--json`.
+const EVENT_INTERVAL: Duration = Duration::from_secs(1);
+const INTERRUPTED: &str = "the download is interrupted; the same command resumes it";
+
+/// The hub whose download is running.
+static RUNNING: Mutex<Weak<Hub>> = Mutex::new(Weak::new());
 
 /// Downloads missing files and prints the directory of the model.
 pub fn run(args: &cli::PullArgs) -> Result<(), CommandError> {
     let id = hub_id(&args.id);
-    let dir = interruptible(|| download(id, &args.revision))?;
+    if args.json {
+        let events = ProgressEvents::default();
+        let dir = download(id, &args.revision, &ProgressBar::hidden(), |progress| events.report(progress))?;
+        print_event(
+            &json!({"event": "complete", "model": id, "revision": args.revision, "path": dir, "licence": licence(&dir)}),
+        );
+        return Ok(());
+    }
+    let dir = download_with_bar(id, &args.revision)?;
     println!("{}", printable(&dir.to_string_lossy()));
-    if io::stdout().is_terminal() {
+    if io::stdout().is_terminal() && !progress::is_quiet() {
         let name = if args.revision == MAIN { id.into() } else { dir.to_string_lossy() };
         eprintln!("next: moestro run {}", printable(&name));
     }
     Ok(())
 }
 
-/// Runs a download. On a terminal, Ctrl-C ends the program and prints how to resume the download.
-fn interruptible<T>(work: impl FnOnce() -> Result<T, CommandError>) -> Result<T, CommandError> {
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().worker_threads(1).build();
-    let runtime = runtime.map_err(CommandError::io("starting a thread"))?;
-    if io::stderr().is_terminal() {
-        runtime.spawn(async {
-            if tokio::signal::ctrl_c().await.is_ok() {
-                eprintln!("\nthe download is interrupted; the same command resumes it");
-                std::process::exit(130);
-            }
-        });
-    }
-    let outcome = work();
-    runtime.shutdown_background();
-    outcome
-}
-
 /// Returns the directory of a model, after downloading it if needed.
 pub fn find_or_download(id: &str) -> Result<PathBuf, CommandError> {
     match Hub::from_env()?.local(id) {
         Some(dir) => Ok(dir),
-        None => download(id, MAIN),
+        None => download_with_bar(id, MAIN),
     }
 }
 
-fn download(id: &str, revision: &str) -> Result<PathBuf, CommandError> {
+/// Ends a running download and saves its progress. For programs that handle the signals that end them.
+pub fn interrupt() {
+    if let Some(hub) = RUNNING.lock().upgrade() {
+        hub.interrupt();
+        tracing::info!("{INTERRUPTED}");
+    }
+}
+
+/// Downloads a model. Shows a progress bar and the model's licence.
+fn download_with_bar(id: &str, revision: &str) -> Result<PathBuf, CommandError> {
+    let speed = Arc::new(DownloadSpeed::default());
+    let bar = progress::download(id, speed.clone());
+    let dir = download(id, revision, &bar, |progress| {
+        speed.record(progress.received);
+        bar.set_length(progress.total);
+        bar.set_position(progress.on_disk);
+    })?;
+    if let Some(licence) = licence(&dir).filter(|_| !progress::is_quiet()) {
+        eprintln!("licence of {id}: {licence}");
+    }
+    Ok(dir)
+}
+
+/// Downloads a model. A signal that ends the program ends it after the progress is saved. `bar` is removed at the end.
+fn download(
+    id: &str,
+    revision: &str,
+    bar: &ProgressBar,
+    on_progress: impl Fn(DownloadProgress) + Sync,
+) -> Result<PathBuf, CommandError> {
     if !cfg!(feature = "hub") {
         let why = "cannot download: this program was built without the feature `hub`; use a directory instead";
         return Err(CommandError::Usage(format!("{id}: {why}")));
@@ -61,53 +102,76 @@ fn download(id: &str, revision: &str) -> Result<PathBuf, CommandError> {
         let why = "not a hub id; a hub id has the form org/name, such as mlx-community/Qwen3.5-35B-A3B-4bit";
         return Err(CommandError::Usage(format!("{id}: {why}")));
     }
-    let hub = Hub::from_env()?;
-    let bar = super::progress::bytes(0, id);
-    bar.enable_steady_tick(std::time::Duration::from_millis(200));
-    let outcome = hub.pull(id, revision, &progress_of(&bar));
+    let hub = Arc::new(Hub::from_env()?);
+    *RUNNING.lock() = Arc::downgrade(&hub);
+    let signals = DeferredSignals::begin();
+    bar.enable_steady_tick(Duration::from_millis(200));
+    let outcome = thread::scope(|scope| {
+        let (running, ended) = channel();
+        let hub = &*hub;
+        scope.spawn(move || end_at_signal(hub, bar, &ended));
+        let outcome = hub.pull(id, revision, &on_progress);
+        drop(running);
+        outcome
+    });
     bar.finish_and_clear();
-    match (outcome, hub.local(id).filter(|_| revision == MAIN)) {
-        (Ok(dir), _) => {
-            if let Some(licence) = licence(&dir) {
-                eprintln!("licence of {id}: {licence}");
+    drop(signals);
+    newest_or_local(outcome, &hub, id, revision)
+}
+
+/// Waits until the download has `ended`. If a signal arrives before, saves the progress and ends the program.
+fn end_at_signal(hub: &Hub, bar: &ProgressBar, ended: &Receiver<()>) {
+    while ended.recv_timeout(SIGNAL_INTERVAL) == Err(RecvTimeoutError::Timeout) {
+        if DeferredSignals::has_arrived() {
+            hub.interrupt();
+            bar.finish_and_clear();
+            if !progress::is_quiet() {
+                eprintln!("{INTERRUPTED}");
             }
-            Ok(dir)
+            DeferredSignals::deliver();
         }
-        (Err(error), Some(dir)) => {
-            tracing::warn!(%error, "cannot reach the hub; using the complete copy on this machine, which may not be the newest revision");
-            Ok(dir)
-        }
-        (Err(error), None) => Err(error.into()),
     }
 }
 
-/// Returns a callback that updates `bar`. Bytes that are on disk at the start of a resumed download do not count toward
-/// the speed.
-fn progress_of(bar: &indicatif::ProgressBar) -> impl Fn(u64, u64) + Sync {
-    let is_started = std::sync::Once::new();
-    move |on_disk, total| {
-        bar.set_length(total);
-        bar.set_position(on_disk);
-        is_started.call_once(|| bar.reset_eta());
+/// The result of a download. If the hub cannot be reached, the complete copy on this machine.
+fn newest_or_local(
+    outcome: Result<PathBuf, StoreError>,
+    hub: &Hub,
+    id: &str,
+    revision: &str,
+) -> Result<PathBuf, CommandError> {
+    let error = match outcome {
+        Ok(dir) => return Ok(dir),
+        Err(error) => error,
+    };
+    let Some(dir) = hub.local(id).filter(|_| revision == MAIN) else { return Err(error.into()) };
+    tracing::warn!(%error, "cannot reach the hub; using the complete copy on this machine, which may not be the newest revision");
+    Ok(dir)
+}
+
+/// Prints progress as lines of JSON.
+#[derive(Default)]
+struct ProgressEvents {
+    speed: DownloadSpeed,
+    last: Mutex<Option<Instant>>,
+}
+
+impl ProgressEvents {
+    fn report(&self, DownloadProgress { on_disk, received, total }: DownloadProgress) {
+        self.speed.record(received);
+        let mut last = self.last.lock();
+        if on_disk == total || last.is_none_or(|last| last.elapsed() >= EVENT_INTERVAL) {
+            *last = Some(Instant::now());
+            let bytes_per_second = self.speed.per_second() as u64;
+            print_event(
+                &json!({"event": "progress", "on_disk": on_disk, "total": total, "received": received, "bytes_per_second": bytes_per_second}),
+            );
+        }
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use std::{thread, time::Duration};
-
-    #[test]
-    fn resumed_download_shows_current_speed() {
-        let bar = indicatif::ProgressBar::hidden();
-        let progress = progress_of(&bar);
-        // On a machine of any speed, 5 MiB in at least 100 ms are below the limit, and 10 TiB are above it.
-        let on_disk = 10 << 40;
-        progress(on_disk, 2 * on_disk);
-        for step in 1..=5 {
-            thread::sleep(Duration::from_millis(20));
-            progress(on_disk + (step << 20), 2 * on_disk);
-        }
-        assert!(bar.per_sec() < 1e9, "{} bytes per second", bar.per_sec());
-    }
+/// Prints a line. A closed stdout is not an error.
+fn print_event(event: &Value) {
+    let mut stdout = io::stdout().lock();
+    let _ = writeln!(stdout, "{event}").and_then(|()| stdout.flush());
 }

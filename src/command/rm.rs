@@ -1,6 +1,7 @@
 //! `moestro rm`: deletes a model from this machine.
 
 use super::{
+    cache,
     confirm::confirmed,
     local_models::{self, Origin},
     text::printable,
@@ -39,14 +40,33 @@ pub fn remove(args: &cli::RmArgs, settings: &Settings) -> Result<(), CommandErro
     if entry.origin == Origin::Own && !is_inside(dir, local_models::models_dir(args.home.models_dir.as_deref())) {
         return usage(format!("{}: a symbolic link leads outside of the model directory", dir.display()));
     }
-    if !args.yes && !confirmed(&printable(&format!("Delete {} ({})?", dir.display(), Size(entry.bytes()))))? {
+    let packs = cache::packs_of(entry);
+    let pack_bytes = Size(packs.iter().map(|pack| cache::disk_bytes(pack)).sum());
+    let with_packs =
+        if args.all && !packs.is_empty() { format!(" and its pack ({pack_bytes})") } else { String::new() };
+    let question = format!("Delete {} ({}){with_packs}?", dir.display(), Size(entry.bytes()));
+    if !args.yes && !confirmed(&printable(&question))? {
         return Ok(());
     }
     let removed = match entry.origin {
         Origin::Hub => Hub::from_env().map_err(io::Error::other).and_then(|hub| hub.remove(&entry.id)),
         _ => fs::remove_dir_all(dir),
     };
-    removed.map_err(CommandError::io(dir.display().to_string()))
+    removed.map_err(CommandError::io(dir.display().to_string()))?;
+    if args.all {
+        for pack in &packs {
+            cache::remove_path(pack).map_err(CommandError::io(pack.display().to_string()))?;
+        }
+    } else if !packs.is_empty() {
+        eprintln!(
+            "deleted {}; its pack ({pack_bytes}) stays: `moestro cache --remove packs` removes all packs, and `moestro rm --all` \
+             deletes a model with its pack",
+            entry.id
+        );
+        return Ok(());
+    }
+    eprintln!("deleted {}{with_packs}", entry.id);
+    Ok(())
 }
 
 /// True if `dir` is in `home` after the links in the parent directories of `dir` are resolved.

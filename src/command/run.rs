@@ -5,12 +5,13 @@ use super::{
     chat_client::{ChatClient, message},
     chat_input::{LineEditor, LineEvent},
     chat_settings::{self, AnswerOptions, ChatSettings},
-    conversation_file, generate, local_models,
+    conversation_file, generate, local_models, progress,
     text::printable,
 };
 use crate::{
     cli::model_args::RemoteArgs,
     config::{self, GenerateConfig, ModelSource, config_file::Settings},
+    demo,
     error::CommandError,
 };
 use serde_json::{Value, json};
@@ -49,6 +50,9 @@ fn completions() -> Vec<String> {
 /// Answers the prompt once if there is a prompt. Otherwise starts a chat.
 pub fn run(config: GenerateConfig, remote: &RemoteArgs, settings: &Settings) -> Result<(), CommandError> {
     let model = ChatClient::open(&config, remote, settings)?;
+    if model.id == demo::NAME && !progress::is_quiet() {
+        eprintln!("{}", demo::ABOUT);
+    }
     if config.prompt.is_some() {
         return generate::answer_once(model, &config);
     }

@@ -1,9 +1,16 @@
 //! `moestro serve`: opens the port, loads the model, prints the ready line, serves until a signal. Prints the reason for
 //! the end, also if it ends earlier.
 
-use super::{device_choice::CPU, load::describe_plan, local_models, model_catalog::ModelCatalog};
+use super::{
+    device_choice::CPU,
+    load::{describe_plan, log_for_files},
+    local_models,
+    model_catalog::ModelCatalog,
+    pull,
+};
 use crate::{
-    config::{ServeConfig, config_file::Settings},
+    config::{ModelSource, ServeConfig, config_file::Settings},
+    demo,
     error::CommandError,
     http::{self, ApiSet, ImageUrls, ModelHost, OriginPolicy, ServerState},
 };
@@ -37,6 +44,7 @@ pub fn run(config: ServeConfig, settings: &Settings) -> Result<(), CommandError>
         let outcome = runtime.block_on(serve(config, settings.clone()));
         // Does not wait for a model that is being loaded, or for a forward pass that the second signal interrupted.
         runtime.shutdown_background();
+        pull::interrupt();
         outcome
     });
     if !io::stdout().is_terminal() {
@@ -96,6 +104,7 @@ async fn serve(config: ServeConfig, settings: Settings) -> Result<&'static str, 
     let address = listeners[0].local_addr().map_err(CommandError::io(&config.host))?;
     let mut server = new_server(&config, metrics.clone(), address.ip());
     let first = local_models::id(&config.model, &settings);
+    let is_demo = config.model == ModelSource::Demo;
     let catalog = Arc::new(ModelCatalog::new(config.clone(), settings, metrics.clone(), server.memory.clone()));
     server.models = ModelHost::new(catalog.clone(), catalog.timeouts(), config.max_queue);
     if on_demand {
@@ -137,7 +146,10 @@ async fn serve(config: ServeConfig, settings: Settings) -> Result<&'static str, 
     // A closed stdout is not an error.
     let _ = writeln!(io::stdout(), "{}", ready_line(&first, address, &plan)).and_then(|()| io::stdout().flush());
     activation::notify_ready(&format!("serving {first}"));
-    tracing::info!("serving {first} at http://{address}/v1 after {:.1?}", start.elapsed());
+    log_for_files(&format!("serving {first} at http://{address}/v1 after {:.1?}", start.elapsed()));
+    if is_demo {
+        tracing::info!("{}", demo::ABOUT);
+    }
 
     let signal = tokio::select! {
         ended = &mut running => {

@@ -15,7 +15,11 @@
 
 use super::foreign_flags::explain;
 use crate::cli::{Cli, Command, help, model_args::ModelArgs, values::MODEL_OPTION};
-use clap::{Arg, ArgMatches, FromArgMatches, parser::ValueSource};
+use clap::{
+    Arg, ArgMatches, FromArgMatches,
+    error::{ContextKind, ContextValue},
+    parser::ValueSource,
+};
 use std::{
     collections::BTreeMap,
     env,
@@ -24,6 +28,7 @@ use std::{
     path::{Path, PathBuf},
     sync::Arc,
 };
+use toml::de::DeTable;
 
 /// Name of the positional argument in the file.
 const MODEL: &str = "model";
@@ -39,6 +44,7 @@ type Flags = BTreeMap<String, String>;
 #[derive(Debug, Default)]
 pub struct ConfigFile {
     path: PathBuf,
+    text: String,
     settings: Flags,
     models: BTreeMap<String, Flags>,
     /// Why the program runs without the user's default file, if the file may exist.
@@ -100,21 +106,25 @@ fn parse_with(
 ) -> Result<(Cli, Settings), clap::Error> {
     let given = help::command().ignore_errors(true).try_get_matches_from(&args)?;
     let wrong = |sentence: String| help::command().error(clap::error::ErrorKind::ValueValidation, sentence);
-    let parsed =
-        |whole: &[OsString]| help::command().try_get_matches_from(whole).map_err(|error| explain(error, &args));
     let named = given.try_get_one::<PathBuf>("config").ok().flatten();
     let read = || ConfigFile::find(named.map(PathBuf::as_path)).map(Arc::new);
     let file = file.map_or_else(read, Ok).map_err(wrong)?;
     let Some((name, sub)) = given.subcommand() else {
         // Without a subcommand, clap prints help or an error.
-        return Ok((Cli::from_arg_matches(&parsed(&args)?)?, Settings::default()));
+        let matches = help::command().try_get_matches_from(&args).map_err(|error| explain(error, &args))?;
+        return Ok((Cli::from_arg_matches(&matches)?, Settings::default()));
     };
     let text = |id| sub.try_get_one::<String>(id).ok().flatten();
     let asked = text(MODEL_OPTION).or(text(MODEL)).or(file.settings.get(MODEL)).cloned();
     let asked = other.map(str::to_owned).or(asked);
     let model = asked.filter(|model| file.models.contains_key(model));
-    let whole = file.before(&args, name, sub, model.as_deref());
-    let matches = parsed(&whole)?;
+    let whole = file.before(&args, name, model.as_deref());
+    let matches = help::command().try_get_matches_from(&whole).map_err(|error| {
+        match source_of_error(&error, &args, name, &file, model.as_deref()) {
+            Some(sentence) => wrong(sentence),
+            None => explain(error, &args),
+        }
+    })?;
     let mut cli = Cli::from_arg_matches(&matches)?;
     let is_argument = sub.try_contains_id(MODEL).is_ok() && sub.value_source(MODEL) == Some(ValueSource::CommandLine);
     cli.command.merge_model_option(is_argument).map_err(wrong)?;
@@ -168,7 +178,11 @@ impl ConfigFile {
 
     fn parse(path: &Path, text: &str) -> Result<Self, String> {
         let table: toml::Table = text.parse().map_err(|error| toml_error(text, &error))?;
-        let mut file = Self { path: path.to_path_buf(), ..Self::default() };
+        let mut file = Self { path: path.to_path_buf(), text: text.to_owned(), ..Self::default() };
+        let in_line = |model: Option<&str>, name: &str, reason: String| match line_of(text, model, name) {
+            Some(line) => format!("line {line}: {reason}"),
+            None => reason,
+        };
         for (name, value) in table {
             match (name.as_str(), value) {
                 ("models", toml::Value::Table(models)) => {
@@ -176,12 +190,16 @@ impl ConfigFile {
                         let toml::Value::Table(table) = value else {
                             return Err(format!("models.{model} is not a table of settings"));
                         };
-                        let settings = table.into_iter().map(|(name, value)| setting(name, value, true));
-                        file.models.insert(model, settings.collect::<Result<_, _>>()?);
+                        let settings = table.into_iter().map(|(name, value)| {
+                            setting(name.clone(), value, true).map_err(|reason| in_line(Some(&model), &name, reason))
+                        });
+                        let settings = settings.collect::<Result<_, _>>()?;
+                        file.models.insert(model, settings);
                     }
                 }
                 (_, value) => {
-                    let (name, value) = setting(name, value, false)?;
+                    let checked = setting(name.clone(), value, false);
+                    let (name, value) = checked.map_err(|reason| in_line(None, &name, reason))?;
                     file.settings.insert(name, value);
                 }
             }
@@ -192,13 +210,13 @@ impl ConfigFile {
     /// Inserts the settings of this file after the subcommand's name. Skips settings for which the subcommand has no
     /// flag, and settings that the environment sets. Flags on the command line come later, so they override the
     /// inserted settings.
-    fn before(&self, args: &[OsString], subcommand: &str, given: &ArgMatches, model: Option<&str>) -> Vec<OsString> {
+    fn before(&self, args: &[OsString], subcommand: &str, model: Option<&str>) -> Vec<OsString> {
         let command = help::command();
         let own = |flag: &str| self.setting(model, flag).map(|(value, _)| value);
-        let is_in_environment = |id: &str| given.value_source(id) == Some(ValueSource::EnvVariable);
+        let is_in_environment = |arg: &Arg| arg.get_env().is_some_and(|name| env::var_os(name).is_some());
         let added = settings_of(&command, subcommand).filter_map(|arg| {
             let flag = arg.get_long()?;
-            let value = own(flag).filter(|_| !is_in_environment(arg.get_id().as_str()))?;
+            let value = own(flag).filter(|_| !is_in_environment(arg))?;
             if arg.get_action().takes_values() {
                 Some(OsString::from(format!("--{flag}={value}")))
             } else {
@@ -215,6 +233,14 @@ impl ConfigFile {
         let own = model.and_then(|model| Some((self.models.get(model)?.get(flag)?, format!(" [models.{model}]"))));
         let (value, table) = own.or_else(|| Some((self.settings.get(flag)?, String::new())))?;
         Some((value, format!("{}{table}", self.path.display())))
+    }
+
+    /// The file and the line of a setting that has this value.
+    fn position(&self, model: Option<&str>, flag: &str, value: &str) -> Option<String> {
+        let is_of_model = |model: &&str| self.models.get(*model).is_some_and(|settings| settings.contains_key(flag));
+        self.setting(model, flag).filter(|(found, _)| *found == value)?;
+        let line = line_of(&self.text, model.filter(is_of_model), flag)?;
+        Some(format!("{}, line {line}", self.path.display()))
     }
 
     /// All flags of the subcommand. `given` is parsed without the file, `matches` is parsed with the file.
@@ -296,6 +322,50 @@ fn toml_error(text: &str, error: &toml::de::Error) -> String {
     let line = before.matches('\n').count() + 1;
     let start = before.rfind('\n').map_or(0, |at| at + 1);
     format!("line {line}, column {}: {}", before[start..].chars().count() + 1, error.message())
+}
+
+/// The line of a setting in the text of a file: at the top, or in the table of `model`.
+fn line_of(text: &str, model: Option<&str>, name: &str) -> Option<usize> {
+    let file = DeTable::parse(text).ok()?;
+    let mut table = file.get_ref();
+    if let Some(model) = model {
+        table = table.get("models")?.get_ref().as_table()?.get(model)?.get_ref().as_table()?;
+    }
+    let (key, _) = table.get_key_value(name)?;
+    Some(text.get(..key.span().start)?.matches('\n').count() + 1)
+}
+
+/// The sentence about a value that a variable or the file has set. `None` if the command line is wrong.
+fn source_of_error(
+    error: &clap::Error,
+    args: &[OsString],
+    subcommand: &str,
+    file: &ConfigFile,
+    model: Option<&str>,
+) -> Option<String> {
+    let text = |kind| match error.get(kind) {
+        Some(ContextValue::String(text)) => Some(text.as_str()),
+        _ => None,
+    };
+    let argument = text(ContextKind::InvalidArg)?;
+    let value = text(ContextKind::InvalidValue)?;
+    let is_typed = |arg: &OsString| {
+        let arg = arg.to_string_lossy();
+        arg == value || arg.strip_suffix(value).is_some_and(|flag| flag.ends_with('=') || flag.len() == 2)
+    };
+    if args.iter().any(is_typed) {
+        return None;
+    }
+    let flag = argument.trim_start_matches('-').split([' ', '=']).next()?;
+    let whole = help::command();
+    let variable = settings_of(&whole, subcommand).find(|arg| arg.get_long() == Some(flag))?.get_env()?;
+    let sentence = sentence(error);
+    if env::var_os(variable).is_some_and(|set| set == value) {
+        let variable = variable.to_string_lossy();
+        return Some(sentence.replace(&format!("'{argument}'"), &format!("the environment variable {variable}")));
+    }
+    let position = file.position(model, flag, value)?;
+    Some(format!("{position}: {}", sentence.replace(&format!("'{argument}'"), flag)))
 }
 
 /// `moestro/moestro.toml` in the user's configuration directory.
@@ -443,7 +513,8 @@ mod tests {
         for (text, reason) in [
             ("foo = 1", "\"foo\" is not a setting; `moestro config` prints all settings"),
             ("device = \"tpu\"", "[possible values: auto, cpu, metal, cuda]"),
-            ("port = \"x\"", "invalid value 'x' for '--port <PORT>': invalid digit found in string"),
+            ("# a comment\nport = \"x\"", ".toml, line 2: invalid value 'x' for port: invalid digit found in string"),
+            ("port = 1\n\n[models.a]\npath = \"x\"\nprt = 1", "line 5: \"prt\" is not a setting (did you mean port?)"),
         ] {
             fs::write(file.path(), text).unwrap();
             let args = ["moestro".into(), "--config".into(), file.path().into(), "serve".into()];

@@ -49,6 +49,19 @@ pub fn can_confine() -> bool {
     attempt.arg("true").output().is_ok_and(|output| output.status.success())
 }
 
+/// Checks that the user's systemd can be reached.
+pub fn check_session(user: u32) -> Result<(), String> {
+    let mut ask = Command::new("systemctl");
+    match ask.args(["--user", "show-environment"]).output() {
+        Ok(output) if output.status.success() => Ok(()),
+        Ok(_) => Err(format!(
+            "there is no session of systemd for this user; log in directly (not with su or sudo), or run `sudo loginctl \
+             enable-linger $USER` and `export XDG_RUNTIME_DIR=/run/user/{user}`, then try again"
+        )),
+        Err(_) => Err("this system has no systemctl; run `moestro serve` with its own service manager".into()),
+    }
+}
+
 /// The text of the service unit.
 ///
 /// The unit removes all privileges that the server does not need. The server may read models anywhere. The server
@@ -135,7 +148,8 @@ pub fn steps(service: &Service, action: ServiceCommand) -> Vec<ServiceStep> {
             ServiceStep::Try(systemctl(&["disable", "--now", UNIT])),
             ServiceStep::Remove(dir.join(SOCKET)),
             ServiceStep::Remove(dir.join(UNIT)),
-            ServiceStep::Run(systemctl(&["daemon-reload"])),
+            // Without a session, no unit is loaded.
+            ServiceStep::Try(systemctl(&["daemon-reload"])),
         ],
         ServiceCommand::Start => vec![ServiceStep::Run(systemctl(&["start", UNIT]))],
         ServiceCommand::Stop => vec![ServiceStep::Run(systemctl(&["stop", UNIT]))],

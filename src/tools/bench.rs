@@ -10,11 +10,12 @@ use crate::command::{
     checkpoint_meta::resolve,
     device_choice::{self, DeviceChoice},
     load::{load_weights, options},
+    local_models,
     text::show,
 };
 use crate::{
     cli,
-    config::{self, LoadSettings, ModelSource},
+    config::{self, LoadSettings, ModelSource, config_file::Settings},
     error::CommandError,
 };
 use moestro_base::{
@@ -32,7 +33,7 @@ use std::{path::Path, sync::Arc};
 /// experts for random tokens.
 const TEXT: &str = include_str!("../../LICENSE-APACHE");
 
-pub fn run(args: cli::tool_args::BenchArgs) -> Result<(), CommandError> {
+pub fn run(args: cli::tool_args::BenchArgs, settings: &Settings) -> Result<(), CommandError> {
     let source = ModelSource::new(args.model.model.as_deref());
     let load = LoadSettings::new(args.load).map_err(CommandError::Usage)?;
     let dir = resolve(&source)?;
@@ -67,10 +68,7 @@ pub fn run(args: cli::tool_args::BenchArgs) -> Result<(), CommandError> {
             runs.push(session.run(&prompt, args.gen_tokens)?);
         }
     }
-    let model = match &source {
-        ModelSource::Hub(id) => id.clone(),
-        _ => config::name(&dir),
-    };
+    let model = local_models::id(&source, settings);
     let Some(setup) = setup else { return Ok(()) };
     let median = median_run(&runs);
     let peak_memory = os::peak_resident_memory();

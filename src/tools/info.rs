@@ -3,13 +3,15 @@
 use super::{
     estimate::{Estimate, HIT_RATES, HitRates, Overhead, estimate},
     machine_report::DeviceFigures,
-    measure, simulate,
+    measure, rank, simulate,
     simulation::hit_rates,
 };
-use crate::command::{checkpoint_meta::resolve, device_choice::DeviceChoice, draft_source, load::options, text::show};
+use crate::command::{
+    checkpoint_meta::resolve, device_choice::DeviceChoice, draft_source, load::options, local_models, text::show,
+};
 use crate::{
     cli,
-    config::{self, LoadSettings, ModelSource},
+    config::{LoadSettings, ModelSource, config_file::Settings},
     error::CommandError,
 };
 use measure::{KernelRate, Measurements};
@@ -51,14 +53,12 @@ struct InfoReport {
     decode: Vec<Estimate>,
 }
 
-pub fn run(args: cli::tool_args::InfoArgs) -> Result<(), CommandError> {
+pub fn run(args: cli::tool_args::InfoArgs, settings: &Settings) -> Result<(), CommandError> {
     if let Some(machine) = args.machine.clone() {
         return simulate::run(args, &machine);
     }
-    if args.like.is_some() {
-        return Err(CommandError::Usage(
-            "--like needs --machine: without a checkpoint nothing can be measured here".into(),
-        ));
+    if args.like.is_some() || args.model.model.is_none() && settings.model.is_none() {
+        return rank::run(args);
     }
     let source = ModelSource::new(args.model.model.as_deref());
     let load = LoadSettings::new(args.load).map_err(CommandError::Usage)?;
@@ -114,10 +114,7 @@ pub fn run(args: cli::tool_args::InfoArgs) -> Result<(), CommandError> {
     let licence = checkpoint::licence::licence(&dir);
     let report = InfoReport {
         verdict,
-        model: match &source {
-            ModelSource::Hub(id) => id.clone(),
-            _ => config::name(&dir),
-        },
+        model: local_models::id(&source, settings),
         directory: dir,
         pack: found.pack,
         licence,

@@ -82,6 +82,12 @@ impl DeviceFigures {
         Self::read(&report_file()?).filter(|figures| figures.kind == kind && figures.gpu.as_deref() == gpu)
     }
 
+    /// Bytes per second at which the last report read experts from packs: this machine's disk.
+    pub fn disk_of_last_report() -> Option<f64> {
+        let report: Value = serde_json::from_slice(&read_small_file(&report_file()?, MAX_FILE).ok()?).ok()?;
+        report["machine"]["packed"]["disk"].as_f64()
+    }
+
     /// Replaces the assumed GPU figures in `measured` by measured figures. Also returns the time that does not depend
     /// on the bytes read. If `streams` is true, each layer also waits for the router's choice.
     pub fn apply(&self, measured: Measurements, streams: bool) -> (Measurements, Overhead) {

@@ -6,6 +6,7 @@ mod estimate;
 pub mod info;
 mod machine_report;
 mod measure;
+mod rank;
 mod simulate;
 mod simulation;
 pub mod synth;

@@ -64,7 +64,7 @@ pub fn run(args: cli::tool_args::InfoArgs, name: &str) -> Result<(), CommandErro
 
 /// Memory needs of a model without a checkpoint. Writes a temporary checkpoint of headers and sparse files, and removes
 /// this checkpoint afterwards.
-fn outline(like: &str, options: &model::LoadOptions) -> Result<ModelFootprint, CommandError> {
+pub fn outline(like: &str, options: &model::LoadOptions) -> Result<ModelFootprint, CommandError> {
     let name = std::env::temp_dir().join(format!("moestro-like-{like}-{}", std::process::id()));
     let partial = PartialDir::create(&name).map_err(StoreError::at(&name))?;
     synth::outline(partial.path(), synth::command::dimensions(like)?)?;
@@ -108,7 +108,7 @@ fn cells(found: &Simulation) -> [String; 5] {
 }
 
 /// Formats both values, multiplied by `scale`, as a range. The numbers have one decimal if both are below 10.
-fn range(values: [f64; 2], scale: f64) -> String {
+pub fn range(values: [f64; 2], scale: f64) -> String {
     let [a, b] = values.map(|value| scale * value);
     let digits = usize::from(a.max(b) < 10.0);
     format!("{:.digits$}-{:.digits$}", a.min(b), a.max(b))

@@ -14,6 +14,8 @@
 //!   #4521) to 0.3 ms for a copy through a framework (mlx-lm #1438).
 //! - Hit rate by fraction of experts in memory: the range that anemll-mlx, turboquant, colibri and streamlx report for
 //!   caches with the routing of real Qwen3.5 models.
+//! - A PC has DDR5-5600 in two channels (`pc-64`) or a GeForce RTX 4090 (`rtx4090-64`), and an SSD on PCIe 4 whose direct
+//!   reads are assumed.
 //!
 //! For resident models, published figures of other engines are within the range. A test checks two of these figures.
 //! For streamed models, published figures are at the pessimistic end or below: streamlx reports 15.9 tok/s for the 35B
@@ -56,6 +58,18 @@ const HIT_RATE_POINTS: [(f64, [f64; 2]); 6] = [
     (1.0, [1.0, 1.0]),
 ];
 
+/// The GPU that computes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum MachineGpu {
+    /// The CPU computes.
+    None,
+    /// The GPU shares the memory of the CPU.
+    Unified,
+    /// The GPU has memory of its own, in bytes.
+    Own(u64),
+}
+
 /// A machine, with figures published by its manufacturer and by other projects.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Machine {
@@ -63,6 +77,7 @@ pub struct Machine {
     pub name: &'static str,
     /// Memory in bytes.
     pub memory: u64,
+    pub gpu: MachineGpu,
     /// Memory bandwidth in bytes per second.
     pub bandwidth: f64,
     /// Fraction of `bandwidth` that decoding reaches: pessimistic, optimistic.
@@ -74,7 +89,12 @@ pub struct Machine {
 const fn machine(name: &'static str, gigabytes: u64, bandwidth: f64, disk: [f64; 2]) -> Machine {
     let bandwidth = bandwidth * 1e9;
     let disk = [disk[0] * 1e9, disk[1] * 1e9];
-    Machine { name, memory: gigabytes * GIB, bandwidth, efficiency: EFFICIENCY, disk }
+    Machine { name, memory: gigabytes * GIB, gpu: MachineGpu::Unified, bandwidth, efficiency: EFFICIENCY, disk }
+}
+
+/// A PC with an SSD on PCIe 4. `bandwidth` is that of the memory of `gpu`, or else of the CPU.
+const fn pc(name: &'static str, gigabytes: u64, gpu: MachineGpu, bandwidth: f64) -> Machine {
+    Machine { gpu, ..machine(name, gigabytes, bandwidth, [3.0, 6.0]) }
 }
 
 const fn ultra(name: &'static str, gigabytes: u64, bandwidth: f64, disk: [f64; 2]) -> Machine {
@@ -90,7 +110,7 @@ impl Machine {
 }
 
 /// The machines that `moestro info --machine` knows.
-pub const MACHINES: [Machine; 8] = [
+pub const MACHINES: [Machine; 10] = [
     machine("m4-air-16", 16, 120.0, [2.4, 2.4]),
     machine("m4-air-32", 32, 120.0, [2.4, 2.4]),
     machine("m4-pro-48", 48, 273.0, [6.6, 6.6]),
@@ -99,6 +119,8 @@ pub const MACHINES: [Machine; 8] = [
     ultra("m1-ultra-64", 64, 800.0, [5.4, 6.9]),
     machine("m4-max-128", 128, 546.0, [6.6, 6.6]),
     machine("m5-max-128", 128, 614.0, [11.0, 14.5]),
+    pc("pc-64", 64, MachineGpu::None, 89.6),
+    pc("rtx4090-64", 64, MachineGpu::Own(24 * GIB), 1008.0),
 ];
 
 /// The estimate for a model on a machine.
@@ -117,9 +139,26 @@ pub struct Simulation {
 /// # Errors
 /// The model does not fit.
 pub fn simulate(shape: &ModelFootprint, machine: Machine, options: &PlanOptions) -> Result<Simulation, ModelError> {
-    let gpu = Some((machine.memory as f64 * WORKING_SET_FRACTION) as u64);
+    let gpu = match machine.gpu {
+        MachineGpu::None => None,
+        MachineGpu::Unified => Some((machine.memory as f64 * WORKING_SET_FRACTION) as u64),
+        MachineGpu::Own(bytes) => Some(bytes),
+    };
     let limits = MachineLimits { ram: Some(machine.memory), gpu, cgroup: None, process: PROCESS_MEMORY };
-    let plan = Plan::new(shape, &limits, options)?;
+    simulate_within(shape, machine, &limits, options)
+}
+
+/// Like [`simulate`], with known limits of the memory.
+///
+/// # Errors
+/// The model does not fit.
+pub fn simulate_within(
+    shape: &ModelFootprint,
+    machine: Machine,
+    limits: &MachineLimits,
+    options: &PlanOptions,
+) -> Result<Simulation, ModelError> {
+    let plan = Plan::new(shape, limits, options)?;
     let hits = if plan.strategy == Strategy::Resident { [1.0; 2] } else { hit_rates(plan.residency) };
     let each = [0, 1].map(|case| {
         let bandwidth = machine.reached(case);
@@ -179,6 +218,12 @@ mod tests {
             let [low, high] = found.decode.map(|case| case.tokens_per_second);
             assert!(low <= measured.start && measured.end <= high, "{name}: {low} to {high}");
         }
+    }
+
+    #[test]
+    fn memory_that_computes_limits_the_plan() {
+        let limit = |name| simulate(&model_35b(), named(name), &PlanOptions::default()).unwrap().plan.limit;
+        assert_eq!((limit("pc-64"), limit("rtx4090-64")), (48 * GIB, 22 * GIB));
     }
 
     #[test]

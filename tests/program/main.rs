@@ -7,11 +7,13 @@ mod cli;
 mod clients;
 mod documents;
 mod exiting;
+mod first_day;
 #[cfg(target_os = "linux")]
 #[path = "../support/group.rs"]
 mod group;
 mod home;
 mod idle;
+mod interrupted_pull;
 mod launch;
 mod mistakes;
 #[path = "../support/process.rs"]

@@ -221,7 +221,10 @@ fn server_prints_a_sentence() {
         text.contains("moestro-demo answers on cpu, all experts in memory, context 65536: http://127.0.0.1:"),
         "{text}"
     );
-    assert!(!text.contains("\"event\""), "{text}");
+    let more = server.wait("a 9 MB toy");
+    for repeated in ["\"event\"", "memory plan of", "serving moestro-demo"] {
+        assert!(!text.contains(repeated) && !more.contains(repeated), "{text}{more}");
+    }
     server.end(CTRL_C);
 }
 

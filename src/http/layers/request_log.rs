@@ -197,8 +197,10 @@ impl Drop for RequestLog {
                 )
             };
         }
-        // The level is debug, because the chat page in a browser and monitoring systems poll every few seconds.
-        if self.method == Method::GET && status < 400 { log!(debug) } else { log!(info) }
+        // The level is debug, because the chat page in a browser and monitoring systems poll every few seconds. While a
+        // model is loaded, the status of `/health` is 503.
+        let is_poll = self.method == Method::GET && (status < 400 || self.endpoint == "/health");
+        if is_poll { log!(debug) } else { log!(info) }
     }
 }
 

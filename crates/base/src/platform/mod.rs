@@ -7,6 +7,7 @@ compile_error!("Moestro runs on Linux and macOS");
 pub mod activation;
 pub mod atomic_file;
 mod data_file;
+mod deferred_signals;
 mod file_lock;
 pub mod gpu_variables;
 mod huge_pages;
@@ -18,6 +19,7 @@ pub mod split_mix64;
 mod threads;
 
 pub use data_file::{Access, DataFile, MAX_BLOCK, read_aligned};
+pub use deferred_signals::DeferredSignals;
 pub use file_lock::FileLock;
 pub use huge_pages::zeroed_buffer;
 pub use jobs::{OnBytes, run_jobs};

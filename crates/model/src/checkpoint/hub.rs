@@ -18,17 +18,21 @@
 mod cache;
 mod client;
 mod download;
+mod interrupt;
 pub mod listing;
 mod transfer;
+
+pub use transfer::DownloadProgress;
 
 use crate::checkpoint::weight_files::{INDEX, WeightFiles};
 use cache::{HubCache, HubPaths};
 use client::{HubClient, MAX_ATTEMPTS, RequestError};
 use download::ModelDownload;
+use interrupt::DownloadInterrupt;
 use listing::{RepoFile, RepoListing};
 use moestro_base::{error::StoreError, platform::os};
 use std::{env, fs, io, path::PathBuf, time::Duration};
-use transfer::{DownloadProgress, download_files};
+use transfer::{OnProgress, download_files};
 
 /// Maximum number of bytes per request.
 const PIECE_BYTES: u64 = 32 << 20;
@@ -42,6 +46,7 @@ pub struct Hub {
     /// Delay before the second attempt of a request. The delay doubles with each further attempt.
     retry_delay: Duration,
     piece_bytes: u64,
+    interrupt: DownloadInterrupt,
 }
 
 impl Hub {
@@ -53,7 +58,14 @@ impl Hub {
         let token = set("HF_TOKEN").or_else(|| set("HUGGING_FACE_HUB_TOKEN")).or_else(|| paths.token());
         let cache = paths.cache;
         let endpoint = set("HF_ENDPOINT").unwrap_or_else(|| ENDPOINT.into());
-        Ok(Self { endpoint, token, cache, retry_delay: Duration::from_secs(1), piece_bytes: PIECE_BYTES })
+        Ok(Self {
+            endpoint,
+            token,
+            cache,
+            retry_delay: Duration::from_secs(1),
+            piece_bytes: PIECE_BYTES,
+            interrupt: DownloadInterrupt::default(),
+        })
     }
 
     /// The directory of the model `id` (`org/name`). `None` if the model is not complete on disk. Sends no request.
@@ -71,17 +83,27 @@ impl Hub {
         cache::ids(&self.cache).into_iter().filter_map(|id| Some((id.clone(), self.local(&id)?))).collect()
     }
 
+    /// The ids of models with unfinished files, and the path of each such file.
+    pub fn unfinished(&self) -> Vec<(String, PathBuf)> {
+        let parts = |id: String| {
+            let blobs = HubCache::new(&self.cache, &id).blobs();
+            let files = fs::read_dir(blobs).into_iter().flatten().flatten().map(|entry| entry.path());
+            let parts = files.filter(|path| path.extension().is_some_and(|ending| ending == "part"));
+            parts.map(|path| (id.clone(), path)).collect::<Vec<_>>()
+        };
+        cache::ids(&self.cache).into_iter().flat_map(parts).collect()
+    }
+
     /// Deletes all downloaded files of a model, including older revisions.
     pub fn remove(&self, id: &str) -> io::Result<()> {
         fs::remove_dir_all(HubCache::new(&self.cache, id).dir())
     }
 
     /// Downloads the missing files of the model `id` at a branch, tag or commit. Returns the model's directory.
-    /// `progress` receives the bytes on disk and the total bytes.
     ///
     /// # Errors
     /// The hub reports an error (the message includes a hint), a checksum is wrong, or the disk is full.
-    pub fn pull(&self, id: &str, revision: &str, progress: DownloadProgress<'_>) -> Result<PathBuf, StoreError> {
+    pub fn pull(&self, id: &str, revision: &str, on_progress: OnProgress<'_>) -> Result<PathBuf, StoreError> {
         if !cache::is_revision(revision) {
             return Err(StoreError::Other(format!("{id}: {revision:?} is not a branch, tag or commit")));
         }
@@ -109,7 +131,7 @@ impl Hub {
         if let Some(&(index, size)) = small.iter().find(|(file, _)| file.name == INDEX)
             && !download.has(index, size)
         {
-            download_files(&download, &[(index, size)], 0, 0, progress)?;
+            download_files(&download, &[(index, size)], (0, 0), on_progress, &self.interrupt)?;
         }
         let shards = listing.shards(&download.snapshot)?.into_iter().map(with_size);
         let files = small.into_iter().map(Ok).chain(shards).collect::<Result<Vec<_>, StoreError>>()?;
@@ -118,17 +140,32 @@ impl Hub {
         let total = sum(&files).ok_or_else(overflow)?;
         let needed: Vec<_> = files.into_iter().filter(|(file, size)| !download.has(file, *size)).collect();
         let missing = sum(&needed).ok_or_else(overflow)?;
-        if let Some(free) = os::free_space(&self.cache).filter(|&free| free < missing) {
-            let why = format!("the download needs {missing} bytes, but only {free} are free");
-            return Err(StoreError::at(&self.cache)(io::Error::new(io::ErrorKind::StorageFull, why)));
-        }
-        progress(total - missing, total);
-        download_files(&download, &needed, total - missing, total, progress)?;
+        let allocated: u64 = needed.iter().map(|(file, size)| download.allocated(file).min(*size)).sum();
+        self.check_free_space(missing - allocated)?;
+        on_progress(DownloadProgress { on_disk: total - missing, received: 0, total });
+        download_files(&download, &needed, (total - missing, total), on_progress, &self.interrupt)?;
         let absent = listing.absent(&download.snapshot)?;
         cache.mark_absent(&listing.sha, &absent).map_err(StoreError::at(&download.snapshot))?;
         // Record the commit last, so that other programs see the revision only when it is complete.
         cache.set_commit(revision, &listing.sha).map_err(StoreError::at(&download.snapshot))?;
         Ok(download.snapshot)
+    }
+
+    /// Ends a running download, and waits until its progress is saved. The caller then ends the process.
+    pub fn interrupt(&self) {
+        self.interrupt.request();
+    }
+
+    fn check_free_space(&self, needed: u64) -> Result<(), StoreError> {
+        let Some(free) = os::free_space(&self.cache).filter(|&free| free < needed) else { return Ok(()) };
+        let gigabytes = |bytes: u64| format!("{:.1} GB", bytes as f64 / 1e9);
+        let why = format!(
+            "the disk is too small: the download needs {} more, but only {} are free; free some space, or set HF_HOME to a \
+             directory on a larger disk",
+            gigabytes(needed),
+            gigabytes(free)
+        );
+        Err(StoreError::at(&self.cache)(io::Error::new(io::ErrorKind::StorageFull, why)))
     }
 
     fn list(&self, client: &HubClient, id: &str, revision: &str) -> Result<RepoListing, StoreError> {

@@ -1,7 +1,7 @@
 //! [`ModelDownload`]: the complete and partial files of a model on disk.
 //!
 //! The part file `HASH.part` contains the received bytes at their final offsets. The map file `HASH.map` lists the
-//! ranges that are missing. The map file is updated every few seconds, so that a later run can resume the download of a
+//! ranges that are missing. The map file is updated every second, so that a later run can resume the download of a
 //! killed run. A part file without a map file has no gaps.
 
 use super::{
@@ -17,6 +17,7 @@ use sha2::{Digest, Sha256};
 use std::{
     fs::{self, File, OpenOptions, TryLockError},
     io,
+    os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
     time::Duration,
 };
@@ -157,6 +158,15 @@ impl ModelDownload<'_> {
         }
     }
 
+    pub fn remove_progress(&self, file: &RepoFile) {
+        let _ = fs::remove_file(self.blob(file).with_extension("map"));
+    }
+
+    /// Number of bytes of a partial file that take room on the disk. The part file may have gaps.
+    pub fn allocated(&self, file: &RepoFile) -> u64 {
+        fs::metadata(self.part(file)).map_or(0, |meta| 512 * meta.blocks())
+    }
+
     /// Verifies the checksum of a complete part file, renames the file to its blob, and links the blob into the
     /// snapshot. If the checksum is wrong, removes the part file.
     pub fn finish(&self, file: &RepoFile, part: &File) -> Result<(), StoreError> {
@@ -165,7 +175,7 @@ impl ModelDownload<'_> {
         let at = StoreError::at(&path);
         part.sync_all().map_err(at)?;
         let is_right = file.sha256().map_or(Ok(true), |expected| Ok(sha256_file(&path)? == expected)).map_err(at)?;
-        let _ = fs::remove_file(blob.with_extension("map"));
+        self.remove_progress(file);
         if !is_right {
             fs::remove_file(&path).map_err(at)?;
             let why = "its SHA-256 differs from the hub's, so it was damaged in transit; pull again";

@@ -44,6 +44,7 @@ fn hub_of(hub: &TestHub, home: &Path) -> Hub {
         cache: home.join("hub"),
         retry_delay: Duration::from_millis(5),
         piece_bytes: PIECE_BYTES,
+        interrupt: DownloadInterrupt::default(),
     }
 }
 
@@ -77,7 +78,7 @@ fn second_pull_requests_only_the_listing() {
     let client = hub_of(&hub, home.path());
     assert!(client.local("org/name").is_none());
     let steps = Mutex::new(Vec::new());
-    let dir = client.pull("org/name", "main", &|here, total| steps.lock().unwrap().push((here, total))).unwrap();
+    let dir = client.pull("org/name", "main", &|now| steps.lock().unwrap().push((now.on_disk, now.total))).unwrap();
     assert!(is_pulled(&dir));
     assert_eq!(dir, home.path().join("hub/models--org--name/snapshots").join(COMMIT));
     assert!(!dir.join("NOTES.md").exists() && !dir.join("model-unused.safetensors").exists());
@@ -89,7 +90,7 @@ fn second_pull_requests_only_the_listing() {
     assert_eq!(client.local("org/name").as_deref(), Some(&*dir));
     // A second pull requests only the listing.
     let before = hub.state.lock().unwrap().requests;
-    client.pull("org/name", "main", &|_, _| ()).unwrap();
+    client.pull("org/name", "main", &|_| ()).unwrap();
     assert_eq!(hub.state.lock().unwrap().requests, before + 1);
 }
 
@@ -101,7 +102,7 @@ fn broken_connection_is_resumed() {
         state.disconnects = vec![("model-1.safetensors".into(), 100_000), ("model-1.safetensors".into(), 50_000)];
         state.statuses = vec![503, 429];
     });
-    let dir = hub_of(&hub, home.path()).pull("org/name", "main", &|_, _| ()).unwrap();
+    let dir = hub_of(&hub, home.path()).pull("org/name", "main", &|_| ()).unwrap();
     assert!(is_pulled(&dir));
     assert_eq!(hub.starts("model-1.safetensors"), [0, 100_000, 150_000]);
 }
@@ -115,14 +116,14 @@ fn next_run_resumes_the_download() {
         state.disconnects = vec![("model-2.safetensors".into(), 70_000)];
         state.disconnects.extend(vec![("model-2.safetensors".to_string(), 0); MAX_ATTEMPTS as usize + 1]);
     });
-    let text = client.pull("org/name", "main", &|_, _| ()).unwrap_err().to_string();
+    let text = client.pull("org/name", "main", &|_| ()).unwrap_err().to_string();
     assert!(text.contains("model-2.safetensors"), "{text}");
     assert!(client.local("org/name").is_none(), "an incomplete model is not found");
     hub.change(|state| {
         state.disconnects.clear();
         state.requested.clear();
     });
-    assert!(is_pulled(&client.pull("org/name", "main", &|_, _| ()).unwrap()));
+    assert!(is_pulled(&client.pull("org/name", "main", &|_| ()).unwrap()));
     assert_eq!(hub.starts("model-2.safetensors"), [70_000]);
     assert_eq!(hub.starts("model-1.safetensors"), [0; 0]);
     assert!(client.local("org/name").is_some());
@@ -133,13 +134,13 @@ fn blobs_of_other_revisions_are_reused() {
     let hub = TestHub::new(&model());
     let home = tempfile::tempdir().unwrap();
     let client = hub_of(&hub, home.path());
-    let dir = client.pull("org/name", "main", &|_, _| ()).unwrap();
+    let dir = client.pull("org/name", "main", &|_| ()).unwrap();
     fs::rename(&dir, dir.with_file_name("0ld")).unwrap();
     // This is the state on disk if the process was killed between the last byte and the rename.
     let blob = home.path().join("hub/models--org--name/blobs").join(hash(&noise(1, 300_000)));
     fs::rename(&blob, blob.with_extension("part")).unwrap();
     hub.change(|state| state.requested.clear());
-    assert!(is_pulled(&client.pull("org/name", "main", &|_, _| ()).unwrap()));
+    assert!(is_pulled(&client.pull("org/name", "main", &|_| ()).unwrap()));
     assert_eq!(hub.starts("model-1.safetensors"), [0; 0], "its hash shows that it is complete");
     assert_eq!(hub.starts("model-2.safetensors"), [0; 0]);
 }
@@ -150,9 +151,9 @@ fn listing_without_sizes_is_enough() {
     let home = tempfile::tempdir().unwrap();
     hub.change(|state| state.hides_sizes = true);
     let client = hub_of(&hub, home.path());
-    assert!(is_pulled(&client.pull("org/name", "main", &|_, _| ()).unwrap()));
+    assert!(is_pulled(&client.pull("org/name", "main", &|_| ()).unwrap()));
     let before = hub.state.lock().unwrap().requested.len();
-    assert!(is_pulled(&client.pull("org/name", "main", &|_, _| ()).unwrap()));
+    assert!(is_pulled(&client.pull("org/name", "main", &|_| ()).unwrap()));
     assert_eq!(hub.state.lock().unwrap().requested.len(), before, "no file is downloaded twice");
 }
 
@@ -164,7 +165,7 @@ fn wrong_ranges_and_longer_files_fail() {
         let home = tempfile::tempdir().unwrap();
         hub.change(change);
         hub.change(|state| state.disconnects = vec![("model-1.safetensors".into(), 100_000)]);
-        let error = hub_of(&hub, home.path()).pull("org/name", "main", &|_, _| ()).unwrap_err().to_string();
+        let error = hub_of(&hub, home.path()).pull("org/name", "main", &|_| ()).unwrap_err().to_string();
         assert!(error.contains(&format!("{} sent ", hub.endpoint)), "{error}");
         let blobs = home.path().join("hub/models--org--name/blobs");
         let largest = fs::read_dir(blobs).unwrap().map(|entry| entry.unwrap().metadata().unwrap().len()).max();
@@ -182,7 +183,7 @@ fn responses_without_content_range_are_enough() {
             state.hides_sizes = hides_sizes;
             state.disconnects = vec![("model-1.safetensors".into(), 7_000)];
         });
-        assert!(is_pulled(&hub_with_pieces(&hub, home.path()).pull("org/name", "main", &|_, _| ()).unwrap()));
+        assert!(is_pulled(&hub_with_pieces(&hub, home.path()).pull("org/name", "main", &|_| ()).unwrap()));
     }
 }
 
@@ -191,7 +192,7 @@ fn further_templates_are_pulled() {
     let name = "additional_chat_templates/tool_use.jinja";
     let hub = TestHub::new(&[&model()[..], &[(name, b"tools".to_vec())]].concat());
     let home = tempfile::tempdir().unwrap();
-    let dir = hub_of(&hub, home.path()).pull("org/name", "main", &|_, _| ()).unwrap();
+    let dir = hub_of(&hub, home.path()).pull("org/name", "main", &|_| ()).unwrap();
     assert!(is_pulled(&dir));
     assert_eq!(fs::read(dir.join(name)).unwrap(), b"tools");
 }
@@ -202,7 +203,7 @@ fn shards_only_in_index_do_not_block_model() {
     let home = tempfile::tempdir().unwrap();
     hub.change(|state| _ = state.files.remove("model-2.safetensors"));
     let client = hub_of(&hub, home.path());
-    let dir = client.pull("org/name", "main", &|_, _| ()).unwrap();
+    let dir = client.pull("org/name", "main", &|_| ()).unwrap();
     // The model is complete without a request, but not if a file of the repository is lost.
     assert_eq!(client.local("org/name").as_deref(), Some(&*dir));
     fs::remove_file(dir.join("model-1.safetensors")).unwrap();
@@ -214,16 +215,16 @@ fn wrong_checksum_fails_and_removes_file() {
     let hub = TestHub::new(&model());
     let home = tempfile::tempdir().unwrap();
     let client = hub_of(&hub, home.path());
-    client.pull("org/name", "main", &|_, _| ()).unwrap();
+    client.pull("org/name", "main", &|_| ()).unwrap();
     hub.change(|state| state.corrupts = true);
     let dir = client.local("org/name").unwrap();
     fs::remove_file(fs::canonicalize(dir.join("model-2.safetensors")).unwrap()).unwrap();
     fs::remove_file(dir.join("model-2.safetensors")).unwrap();
-    let text = client.pull("org/name", "main", &|_, _| ()).unwrap_err().to_string();
+    let text = client.pull("org/name", "main", &|_| ()).unwrap_err().to_string();
     assert!(text.contains("model-2.safetensors") && text.contains("SHA-256"), "{text}");
     assert!(!dir.join("model-2.safetensors").exists());
     hub.change(|state| state.corrupts = false);
-    assert!(is_pulled(&client.pull("org/name", "main", &|_, _| ()).unwrap()));
+    assert!(is_pulled(&client.pull("org/name", "main", &|_| ()).unwrap()));
 }
 
 #[test]
@@ -231,19 +232,19 @@ fn denied_requests_give_hints() {
     let hub = TestHub::new(&model());
     let home = tempfile::tempdir().unwrap();
     let mut client = hub_of(&hub, home.path());
-    let text = client.pull("org/other", "main", &|_, _| ()).unwrap_err().to_string();
+    let text = client.pull("org/other", "main", &|_| ()).unwrap_err().to_string();
     assert!(text.contains("org/other: the hub has no such model"), "{text}");
     hub.change(|state| state.token = Some("another".into()));
-    let text = client.pull("org/name", "main", &|_, _| ()).unwrap_err().to_string();
+    let text = client.pull("org/name", "main", &|_| ()).unwrap_err().to_string();
     assert!(text.contains("private or gated; HF_TOKEN must grant access"), "{text}");
     client.token = None;
-    let text = client.pull("org/name", "main", &|_, _| ()).unwrap_err().to_string();
+    let text = client.pull("org/name", "main", &|_| ()).unwrap_err().to_string();
     assert!(text.contains("set HF_TOKEN or run `hf auth login` to access it"), "{text}");
     client.token = Some("another".into());
-    assert!(is_pulled(&client.pull("org/name", "main", &|_, _| ()).unwrap()));
+    assert!(is_pulled(&client.pull("org/name", "main", &|_| ()).unwrap()));
     // If the hub is unreachable, a complete model is found without a request.
     client.endpoint = "http://127.0.0.1:1".into();
-    assert!(client.pull("org/name", "main", &|_, _| ()).is_err());
+    assert!(client.pull("org/name", "main", &|_| ()).is_err());
     assert!(client.local("org/name").is_some());
 }
 
@@ -259,7 +260,7 @@ fn pieces_are_transferred_in_parallel() {
     hub.change(|state| state.bytes_per_second = Some(100_000));
     let steps = Mutex::new(Vec::new());
     let dir = hub_with_pieces(&hub, home.path())
-        .pull("org/name", "main", &|here, total| steps.lock().unwrap().push((here, total)))
+        .pull("org/name", "main", &|now| steps.lock().unwrap().push((now.on_disk, now.total)))
         .unwrap();
     assert!(is_pulled(&dir));
     let mut starts = hub.starts("model-1.safetensors");
@@ -285,7 +286,7 @@ fn interrupted_pieces_resume_where_they_stopped() {
         state.disconnects = (0..10).map(|n| (one.clone(), 19_000 - n * 7)).collect();
         state.disconnects.extend((0..400).map(|_| (one.clone(), 0)));
     });
-    let text = client.pull("org/name", "main", &|_, _| ()).unwrap_err().to_string();
+    let text = client.pull("org/name", "main", &|_| ()).unwrap_err().to_string();
     assert!(text.contains("model-1.safetensors"), "{text}");
     let blob = home.path().join("hub/models--org--name/blobs").join(hash(&noise(1, 300_000)));
     let map: serde_json::Value = serde_json::from_slice(&fs::read(blob.with_extension("map")).unwrap()).unwrap();
@@ -296,7 +297,7 @@ fn interrupted_pieces_resume_where_they_stopped() {
         state.disconnects.clear();
         state.requested.clear();
     });
-    assert!(is_pulled(&client.pull("org/name", "main", &|_, _| ()).unwrap()));
+    assert!(is_pulled(&client.pull("org/name", "main", &|_| ()).unwrap()));
     let ranges = map["missing"].as_array().unwrap();
     let starts = hub.starts(&one);
     let inside = |start: &usize| {
@@ -313,7 +314,7 @@ fn hub_without_ranges_sends_whole_files() {
         state.ignores_ranges = true;
         state.disconnects = vec![("model-2.safetensors".into(), 70_000)];
     });
-    assert!(is_pulled(&hub_with_pieces(&hub, home.path()).pull("org/name", "main", &|_, _| ()).unwrap()));
+    assert!(is_pulled(&hub_with_pieces(&hub, home.path()).pull("org/name", "main", &|_| ()).unwrap()));
     let times = |name| hub.state.lock().unwrap().requested.iter().filter(|(file, _)| file == name).count();
     assert_eq!((times("model-1.safetensors"), times("model-2.safetensors")), (1, 2), "an interrupted file restarts");
 }
@@ -330,7 +331,7 @@ fn pieces_of_two_versions_never_mix() {
             state.hides_sizes = hides_sizes;
             state.changes = vec![("model-1.safetensors".into(), 4, later.clone())];
         });
-        let pulled = hub_with_pieces(&hub, home.path()).pull("org/name", "main", &|_, _| ());
+        let pulled = hub_with_pieces(&hub, home.path()).pull("org/name", "main", &|_| ());
         if hides_sizes {
             assert!(fs::read(pulled.unwrap().join("model-1.safetensors")).unwrap() == later)
         } else {
@@ -346,7 +347,7 @@ fn concurrent_runs_download_each_piece_once() {
     let home = tempfile::tempdir().unwrap();
     hub.change(|state| state.bytes_per_second = Some(400_000));
     std::thread::scope(|scope| {
-        let run = || hub_with_pieces(&hub, home.path()).pull("org/name", "main", &|_, _| ()).unwrap();
+        let run = || hub_with_pieces(&hub, home.path()).pull("org/name", "main", &|_| ()).unwrap();
         let one = scope.spawn(run);
         let two = scope.spawn(run);
         assert!(is_pulled(&one.join().unwrap()) && is_pulled(&two.join().unwrap()));
@@ -363,7 +364,7 @@ fn oversized_small_file_is_rejected() {
         let hub = TestHub::new(&model());
         let home = tempfile::tempdir().unwrap();
         hub.change(|state| _ = state.listed_sizes.insert(name.into(), size));
-        let text = hub_of(&hub, home.path()).pull("org/name", "main", &|_, _| ()).unwrap_err().to_string();
+        let text = hub_of(&hub, home.path()).pull("org/name", "main", &|_| ()).unwrap_err().to_string();
         assert!(text.contains(name) && text.contains("are allowed"), "{text}");
         assert!(hub.state.lock().unwrap().requested.is_empty(), "no file was requested");
     }
@@ -375,7 +376,62 @@ fn too_many_shards_are_rejected() {
     let files: Vec<(&str, Vec<u8>)> = names.iter().map(|name| (name.as_str(), vec![0])).collect();
     let hub = TestHub::new(&files);
     let home = tempfile::tempdir().unwrap();
-    let text = hub_of(&hub, home.path()).pull("org/name", "main", &|_, _| ()).unwrap_err().to_string();
+    let text = hub_of(&hub, home.path()).pull("org/name", "main", &|_| ()).unwrap_err().to_string();
     assert!(text.contains("1001 weight files"), "{text}");
     assert!(hub.state.lock().unwrap().requested.is_empty(), "no file was requested");
+}
+
+#[test]
+fn resumed_download_reports_received_bytes_only() {
+    let hub = TestHub::new(&model());
+    let home = tempfile::tempdir().unwrap();
+    hub.change(|state| state.disconnects = (0..10).map(|_| ("model-1.safetensors".to_string(), 0)).collect());
+    hub.change(|state| state.disconnects.push(("model-1.safetensors".into(), 100_000)));
+    hub_of(&hub, home.path()).pull("org/name", "main", &|_| ()).unwrap_err();
+    hub.change(|state| {
+        state.disconnects.clear();
+        state.lengths.clear();
+    });
+    let last = Mutex::new(None);
+    hub_of(&hub, home.path()).pull("org/name", "main", &|now| *last.lock().unwrap() = Some(now)).unwrap();
+    let last = last.into_inner().unwrap().unwrap();
+    let sent: usize = hub.state.lock().unwrap().lengths.iter().map(|(_, bytes)| bytes).sum();
+    assert_eq!((last.on_disk, last.received), (last.total, sent as u64));
+    assert!(last.received < last.total - 90_000, "{last:?}");
+}
+
+#[test]
+fn interrupted_download_saves_its_progress() {
+    let hub = TestHub::new(&model());
+    let home = tempfile::tempdir().unwrap();
+    hub.change(|state| state.bytes_per_second = Some(50_000));
+    let client = hub_with_pieces(&hub, home.path());
+    let received = Mutex::new(0);
+    std::thread::scope(|scope| {
+        let pull = scope.spawn(|| client.pull("org/name", "main", &|now| *received.lock().unwrap() = now.received));
+        while *received.lock().unwrap() < 50_000 {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        client.interrupt();
+        assert!(pull.join().unwrap().unwrap_err().to_string().contains("interrupted"));
+    });
+    let received = *received.lock().unwrap();
+    hub.change(|state| {
+        state.bytes_per_second = None;
+        state.lengths.clear();
+    });
+    let resumed = Mutex::new(0);
+    let client = hub_with_pieces(&hub, home.path());
+    client.pull("org/name", "main", &|now| *resumed.lock().unwrap() = now.received).unwrap();
+    let total: usize = model()[..5].iter().map(|(_, bytes)| bytes.len()).sum();
+    let index = model()[2].1.len();
+    assert_eq!(received + *resumed.lock().unwrap(), (total - index) as u64, "no byte was requested twice");
+}
+
+#[test]
+fn full_disk_is_reported_in_gigabytes() {
+    let home = tempfile::tempdir().unwrap();
+    let hub = hub_of(&TestHub::new(&model()), home.path());
+    let text = hub.check_free_space(1 << 60).unwrap_err().to_string();
+    assert!(text.contains("needs 1152921504.6 GB more, but only"), "{text}");
 }

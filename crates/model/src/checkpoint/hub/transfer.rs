@@ -17,6 +17,7 @@
 use super::{
     client::{MAX_ATTEMPTS, RequestError},
     download::{BlobState, MissingRanges, ModelDownload},
+    interrupt::DownloadInterrupt,
     listing::RepoFile,
 };
 use moestro_base::{error::StoreError, platform::FileLock};
@@ -32,44 +33,55 @@ use std::{
 
 /// Maximum number of connections.
 const MAX_CONNECTIONS: u64 = 12;
-/// Interval between two saves of a file's progress.
-const SAVE_INTERVAL: Duration = Duration::from_secs(5);
+/// Interval between two saves of the progress. After SIGKILL, a resumed download repeats the bytes of this time.
+const SAVE_INTERVAL: Duration = Duration::from_secs(1);
+/// Interval at which the thread that saves looks for the end of the download.
+const END_CHECK_INTERVAL: Duration = Duration::from_millis(50);
 /// Delay before a file is opened again if another process downloads it.
 const BUSY_DELAY: Duration = Duration::from_millis(300);
 
-/// Progress callback. Receives the bytes on disk and the total bytes.
-pub type DownloadProgress<'a> = &'a (dyn Fn(u64, u64) + Sync);
+/// The progress of a download, in bytes.
+#[derive(Debug, Clone, Copy)]
+pub struct DownloadProgress {
+    /// Includes the bytes of earlier runs.
+    pub on_disk: u64,
+    /// Received in this run.
+    pub received: u64,
+    pub total: u64,
+}
+
+/// Called after each change of the progress.
+pub type OnProgress<'a> = &'a (dyn Fn(DownloadProgress) + Sync);
 
 /// Downloads the missing bytes of these files, verifies the files and links them into the snapshot. `on_disk` of the
-/// `total` bytes are already on disk. `progress` counts them from the start.
+/// `total` bytes are in complete files. Ends early, with the progress saved, if `interrupt` requests it.
 pub fn download_files(
     download: &ModelDownload<'_>,
     files: &[(&RepoFile, u64)],
-    on_disk: u64,
-    total: u64,
-    progress: DownloadProgress<'_>,
+    (on_disk, total): (u64, u64),
+    on_progress: OnProgress<'_>,
+    interrupt: &DownloadInterrupt,
 ) -> Result<(), StoreError> {
+    let _running = interrupt.start()?;
     download.create_dirs()?;
     let pieces = files.iter().map(|(_, size)| size.div_ceil(download.piece_bytes).max(1));
     let workers = pieces.fold(0, u64::saturating_add).min(MAX_CONNECTIONS);
     let files = files.iter().map(|&(listed, size)| FileDownload::new(listed, size)).collect();
-    let state = Mutex::new(DownloadState { files, pieces: 0, on_disk, error: None });
-    let transfer = Transfer { download, state, changed: Condvar::new(), total, progress };
+    let state = Mutex::new(DownloadState { files, pieces: 0, on_disk, received: 0, error: None });
+    let transfer = Transfer { download, state, changed: Condvar::new(), total, on_progress, interrupt };
     std::thread::scope(|scope| {
         for number in 1..workers {
             let thread = std::thread::Builder::new().name(format!("pull-{number}"));
             // If a thread cannot be started, the other threads do its work. The calling thread also works.
             let _ = thread.spawn_scoped(scope, || transfer.work());
         }
+        let saver = std::thread::Builder::new().name("pull-save".into());
+        // Without this thread, the progress is saved only at the end.
+        let _ = saver.spawn_scoped(scope, || transfer.save_until_end());
         transfer.work();
     });
-    let DownloadState { files, error, .. } = transfer.state.into_inner();
-    for file in &files {
-        if let Some((part, _)) = &file.part {
-            download.save_progress(file.listed, Some(part), &file.missing_ranges());
-        }
-    }
-    error.map_or(Ok(()), Err)
+    transfer.save();
+    transfer.state.into_inner().error.map_or(Ok(()), Err)
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -94,7 +106,6 @@ struct FileDownload<'a> {
     /// The open part file, and the lock that excludes other processes.
     part: Option<(Arc<File>, FileLock)>,
     not_before: Instant,
-    saved: Instant,
     /// Number of times that the download restarted because the file had changed on the hub.
     restarts: u32,
 }
@@ -115,7 +126,14 @@ struct DownloadState<'a> {
     /// Number of pieces that workers have taken. This is also the id of the last piece.
     pieces: u64,
     on_disk: u64,
+    received: u64,
     error: Option<StoreError>,
+}
+
+impl DownloadState<'_> {
+    fn is_over(&self) -> bool {
+        self.error.is_some() || self.files.iter().all(|file| file.stage == FileStage::Done)
+    }
 }
 
 struct Transfer<'a> {
@@ -123,7 +141,8 @@ struct Transfer<'a> {
     state: Mutex<DownloadState<'a>>,
     changed: Condvar,
     total: u64,
-    progress: DownloadProgress<'a>,
+    on_progress: OnProgress<'a>,
+    interrupt: &'a DownloadInterrupt,
 }
 
 /// The reason why a piece was not transferred.
@@ -142,11 +161,10 @@ impl From<RequestError> for PieceError {
 
 impl<'a> FileDownload<'a> {
     fn new(listed: &'a RepoFile, size: u64) -> Self {
-        let now = Instant::now();
         let stage = FileStage::Waiting;
         let free = Vec::new();
         let in_flight = Vec::new();
-        Self { listed, size, stage, etag: None, free, in_flight, part: None, not_before: now, saved: now, restarts: 0 }
+        Self { listed, size, stage, etag: None, free, in_flight, part: None, not_before: Instant::now(), restarts: 0 }
     }
 
     fn start(&mut self, part: File, lock: FileLock, progress: MissingRanges) {
@@ -203,12 +221,51 @@ impl<'a> Transfer<'a> {
         }
     }
 
+    /// Saves the progress in intervals, and once more if the download is interrupted.
+    fn save_until_end(&self) {
+        let mut saved = Instant::now();
+        loop {
+            let mut state = self.state.lock();
+            if state.is_over() {
+                return;
+            }
+            if self.interrupt.is_requested() {
+                state.error = Some(StoreError::Other(format!("the download of {} was interrupted", self.download.id)));
+                self.changed.notify_all();
+                drop(state);
+                self.save();
+                return self.interrupt.confirm_saved();
+            }
+            if saved.elapsed() >= SAVE_INTERVAL {
+                drop(state);
+                self.save();
+                saved = Instant::now();
+            } else {
+                self.changed.wait_for(&mut state, END_CHECK_INTERVAL);
+            }
+        }
+    }
+
+    /// Saves the progress of all open files. Only one thread at a time may save.
+    fn save(&self) {
+        let open = |(index, file): (usize, &FileDownload<'a>)| {
+            Some((index, file.listed, file.part.as_ref()?.0.clone(), file.missing_ranges()))
+        };
+        let files: Vec<_> = self.state.lock().files.iter().enumerate().filter_map(open).collect();
+        for (index, listed, part, missing) in files {
+            self.download.save_progress(listed, Some(&part), &missing);
+            if self.state.lock().files[index].stage == FileStage::Done {
+                self.download.remove_progress(listed);
+            }
+        }
+    }
+
     /// Waits for the next piece. Returns `None` if all files are done or a transfer has failed.
     fn next(&self) -> Option<FilePiece<'a>> {
         let mut guard = self.state.lock();
         loop {
             let state = &mut *guard;
-            if state.error.is_some() || state.files.iter().all(|file| file.stage == FileStage::Done) {
+            if state.is_over() {
                 self.changed.notify_all();
                 return None;
             }
@@ -230,7 +287,7 @@ impl<'a> Transfer<'a> {
                         }
                     }
                     state.on_disk += file.on_disk();
-                    self.report(state.on_disk);
+                    self.report(state.on_disk, state.received);
                 }
                 if file.stage != FileStage::Done
                     && let Some(range) = file.next_piece(self.download.piece_bytes)
@@ -247,9 +304,9 @@ impl<'a> Transfer<'a> {
     }
 
     /// Reports progress. The caller must hold the lock, so that reported values are in order.
-    fn report(&self, on_disk: u64) {
+    fn report(&self, on_disk: u64, received: u64) {
         if self.total > 0 {
-            (self.progress)(on_disk, self.total);
+            (self.on_progress)(DownloadProgress { on_disk, received, total: self.total });
         }
     }
 
@@ -358,24 +415,15 @@ impl<'a> Transfer<'a> {
     /// Writes received bytes to the part file. Holds the lock, so that no bytes of the old version are written after a
     /// restart.
     fn write(&self, piece: FilePiece<'_>, bytes: &[u8]) -> Result<(), PieceError> {
-        let mut save = None;
-        let mut guard = self.state.lock();
-        let state = &mut *guard;
+        let state = &mut *self.state.lock();
         let file = &mut state.files[piece.file];
         let in_flight = file.in_flight.iter_mut().find(|(id, _)| *id == piece.id);
         let (Some((_, range)), Some((part, _))) = (in_flight, &file.part) else { return Err(PieceError::Cancelled) };
         part.write_all_at(bytes, range.start).map_err(PieceError::Disk)?;
         range.start += bytes.len() as u64;
         state.on_disk += bytes.len() as u64;
-        if file.saved.elapsed() > SAVE_INTERVAL {
-            file.saved = Instant::now();
-            save = Some((part.clone(), file.missing_ranges()));
-        }
-        self.report(state.on_disk);
-        drop(guard);
-        if let Some((part, progress)) = save {
-            self.download.save_progress(piece.listed, Some(&part), &progress);
-        }
+        state.received += bytes.len() as u64;
+        self.report(state.on_disk, state.received);
         Ok(())
     }
 

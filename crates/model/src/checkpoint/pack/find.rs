@@ -66,6 +66,11 @@ fn sibling_dir(model: &Path) -> Option<PathBuf> {
     Some(model.with_file_name(name))
 }
 
+/// All packs in the cache directory, sorted.
+pub fn all() -> Vec<PathBuf> {
+    packs_dir().map(|cache| with_fingerprint(&cache, "")).unwrap_or_default()
+}
+
 /// The packs in the cache directory whose names start with `fingerprint`, sorted.
 fn with_fingerprint(cache: &Path, fingerprint: &str) -> Vec<PathBuf> {
     let entries = fs::read_dir(cache).into_iter().flatten().flatten();

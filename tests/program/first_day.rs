@@ -1,0 +1,165 @@
+//! Tests of what a new user sees: names, settings, the demo, services, and files on the disk.
+
+use crate::program;
+use moestro::demo;
+use std::{
+    fs,
+    os::unix::fs::PermissionsExt,
+    path::{Path, PathBuf},
+    process::Output,
+};
+
+/// Runs the program with variables, `NAME=VALUE`.
+fn moestro(home: &Path, variables: &[&str], args: &[&str]) -> Output {
+    let mut command = program::moestro(home);
+    command.envs(variables.iter().map(|variable| variable.split_once('=').unwrap()));
+    command.args(args).output().unwrap()
+}
+
+/// All that the program prints.
+fn output_of(home: &Path, variables: &[&str], args: &[&str]) -> String {
+    let output = moestro(home, variables, args);
+    String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned()
+}
+
+/// Copies the demo to the user's model directory.
+fn copy_demo(home: &Path, name: &str) -> PathBuf {
+    let dir = home.join(".local/share/moestro/models").join(name);
+    fs::create_dir_all(&dir).unwrap();
+    for file in
+        ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"]
+    {
+        fs::write(dir.join(file), demo::file(file).unwrap()).unwrap();
+    }
+    fs::write(dir.join("chat_template.jinja"), demo::file("chat_template.jinja").unwrap()).unwrap();
+    dir
+}
+
+fn write_settings(home: &Path, text: &str) {
+    fs::create_dir_all(home.join(".config/moestro")).unwrap();
+    fs::write(home.join(".config/moestro/moestro.toml"), text).unwrap();
+}
+
+#[test]
+fn wrong_value_names_file_or_variable() {
+    let home = tempfile::tempdir().unwrap();
+    write_settings(
+        home.path(),
+        "temp = 0.5\nport = \"x\"\n\n[models.coder]\npath = \"org/name\"\nctx-size = \"many\"\n",
+    );
+    let text = output_of(home.path(), &[], &["config"]);
+    assert!(text.contains("moestro.toml, line 2: invalid value 'x' for port: invalid digit"), "{text}");
+    let text = output_of(home.path(), &["MOESTRO_PORT=1"], &["config", "coder"]);
+    assert!(text.contains("moestro.toml, line 6: invalid value 'many' for ctx-size"), "{text}");
+    let text = output_of(home.path(), &["MOESTRO_PORT=y"], &["config"]);
+    assert!(text.contains("invalid value 'y' for the environment variable MOESTRO_PORT: invalid digit"), "{text}");
+    let text = output_of(home.path(), &[], &["config", "--port", "z"]);
+    assert!(text.contains("invalid value 'z' for '--port <PORT>'"), "{text}");
+}
+
+#[test]
+fn misspelt_variable_is_a_warning() {
+    let home = tempfile::tempdir().unwrap();
+    let output = moestro(home.path(), &["MOESTRO_CTX_SIZ=9", "MOESTRO_SANITIZE=1"], &["list"]);
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && text.contains("(did you mean MOESTRO_CTX_SIZE?)"), "{text}");
+    assert!(!text.contains("SANITIZE"), "{text}");
+}
+
+#[test]
+fn model_has_one_name() {
+    let home = tempfile::tempdir().unwrap();
+    copy_demo(home.path(), "lab/S");
+    write_settings(home.path(), "[models.coder]\npath = \"lab/S\"\n");
+    let list = output_of(home.path(), &[], &["list"]);
+    assert!(list.contains("\ncoder ") && list.contains("\nlab/S "), "{list}");
+    for name in ["lab/S", "coder"] {
+        let report: serde_json::Value =
+            serde_json::from_slice(&moestro(home.path(), &[], &["info", name, "--json"]).stdout).unwrap();
+        assert_eq!(report["model"], name);
+    }
+    let text = output_of(home.path(), &["MOESTRO_LOG=info"], &["generate", "lab/S", "-p", "hi", "--max-tokens", "1"]);
+    assert!(text.contains("memory plan of lab/S:"), "{text}");
+}
+
+#[test]
+fn demo_says_that_it_is_a_toy() {
+    let home = tempfile::tempdir().unwrap();
+    for args in [&["run", "moestro-demo", "hello"][..], &["run", "-p", "hello"]] {
+        let text = output_of(home.path(), &[], args);
+        assert!(text.contains("a 9 MB toy") && text.contains("moestro run mlx-community/Qwen3.5-4B"), "{text}");
+    }
+    copy_demo(home.path(), "other");
+    assert!(!output_of(home.path(), &[], &["run", "other", "hello"]).contains("toy"));
+}
+
+#[test]
+fn info_without_model_ranks_models() {
+    let home = tempfile::tempdir().unwrap();
+    let text = output_of(home.path(), &[], &["info"]);
+    assert!(text.contains("Qwen3.5-4B") && text.contains("397B") && text.contains("simulated"), "{text}");
+    let text = output_of(home.path(), &[], &["info", "--like", "35b"]);
+    assert!(text.contains("35B-A3B") && !text.contains("122B"), "{text}");
+    let text = output_of(home.path(), &[], &["info", "moestro-demo"]);
+    assert!(text.contains("moestro-demo"), "{text}");
+}
+
+#[test]
+fn packs_are_shown_and_removed() {
+    let home = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    copy_demo(home.path(), "lab/S");
+    let packs = home.path().join(".cache/moestro/packs");
+    let count = || fs::read_dir(&packs).unwrap().filter(|entry| entry.as_ref().unwrap().path().is_dir()).count();
+    let pack = || assert!(moestro(home.path(), &[], &["pack", "lab/S"]).status.success());
+    pack();
+    let text = output_of(home.path(), &[], &["cache"]);
+    assert!(text.lines().any(|line| line.starts_with("packs ") && line.contains(" lab/S ")), "{text}");
+    assert!(text.lines().any(|line| line.starts_with("models ") && line.contains(" lab/S ")), "{text}");
+    let text = output_of(home.path(), &[], &["cache", "--remove", "packs"]);
+    assert!(text.contains("Use --yes to confirm"), "{text}");
+    let before = count();
+    let text = output_of(home.path(), &[], &["cache", "--remove", "packs,logs", "--yes"]);
+    assert!(text.contains("freed ") && count() == before - 1, "{text}");
+    pack();
+    let text = output_of(home.path(), &[], &["rm", "--yes", "lab/S"]);
+    assert!(text.contains("deleted lab/S; its pack (") && text.contains("moestro cache --remove packs"), "{text}");
+    assert_eq!(count(), before);
+    let text = output_of(home.path(), &[], &["cache"]);
+    assert!(text.contains("no model on this machine"), "{text}");
+    copy_demo(home.path(), "lab/S");
+    let text = output_of(home.path(), &[], &["rm", "--yes", "--all", "lab/S"]);
+    assert!(text.contains("deleted lab/S and its pack (") && count() == before - 1, "{text}");
+}
+
+/// A `systemctl` that does what `script` says, and no other program.
+#[cfg(target_os = "linux")]
+fn fake_systemctl(home: &Path, script: &str) -> String {
+    let bin = home.join("bin");
+    fs::create_dir_all(&bin).unwrap();
+    let program = bin.join("systemctl");
+    fs::write(&program, format!("#!/bin/sh\n{script}\n")).unwrap();
+    fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
+    format!("PATH={}", bin.display())
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn failed_service_install_leaves_no_file() {
+    let home = tempfile::tempdir().unwrap();
+    let units = home.path().join(".config/systemd/user");
+    let is_clean = || fs::read_dir(&units).map_or(0, Iterator::count) == 0;
+    let path = fake_systemctl(home.path(), "echo 'Failed to connect to bus' >&2; exit 1");
+    let install = ["service", "install", "--", "org/name"];
+    let text = output_of(home.path(), &[&path], &install);
+    assert!(text.contains("loginctl enable-linger") && text.contains("XDG_RUNTIME_DIR=/run/user/"), "{text}");
+    assert!(is_clean(), "{text}");
+    let path = fake_systemctl(home.path(), "[ \"$2\" = show-environment ] || exit 1");
+    let text = output_of(home.path(), &[&path], &install);
+    assert!(text.contains("`systemctl --user daemon-reload` failed") && is_clean(), "{text}");
+    // Files of an earlier installation can be removed without a session.
+    fs::create_dir_all(&units).unwrap();
+    fs::write(units.join("moestro.service"), "").unwrap();
+    let path = fake_systemctl(home.path(), "exit 1");
+    let text = output_of(home.path(), &[&path], &["service", "uninstall"]);
+    assert!(is_clean() && text.is_empty(), "{text}");
+}

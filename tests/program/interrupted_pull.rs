@@ -1,0 +1,156 @@
+//! Tests of downloads that a signal ends, and of what `moestro pull` reports. `HF_ENDPOINT` is a slow test hub.
+
+#![cfg(feature = "hub")]
+
+use crate::program;
+use serde_json::Value;
+use std::{
+    fs,
+    io::{Read, Write},
+    net::{TcpListener, TcpStream},
+    os::unix::process::ExitStatusExt,
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    thread,
+    time::{Duration, Instant},
+};
+use test_support::hub::{TestHub, hash};
+
+/// Bytes per second of each connection.
+const RATE: usize = 4 << 20;
+
+/// A hub with one shard, which has no zero byte and two pieces.
+fn slow_hub() -> (TestHub, Vec<u8>) {
+    let shard: Vec<u8> = (0..40u32 << 20).map(|at| (at.wrapping_mul(0x9E37_79B9) >> 24) as u8 | 1).collect();
+    let hub = TestHub::new(&[("config.json", b"{}".to_vec()), ("model.safetensors", shard.clone())]);
+    hub.change(|state| state.bytes_per_second = Some(RATE));
+    (hub, shard)
+}
+
+fn command(args: &[&str], endpoint: &str, home: &Path) -> Command {
+    let mut command = program::moestro(home);
+    command.args(args).env("HF_HOME", home.join("hf")).env("HF_ENDPOINT", endpoint);
+    command.stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+}
+
+fn blob(home: &Path, shard: &[u8]) -> PathBuf {
+    home.join("hf/hub/models--org--name/blobs").join(hash(shard))
+}
+
+/// Number of bytes that the map file counts as missing.
+fn saved_missing(blob: &Path) -> Option<usize> {
+    let map: Value = serde_json::from_slice(&fs::read(blob.with_extension("map")).ok()?).ok()?;
+    let ranges = map["missing"].as_array()?.iter();
+    Some(ranges.map(|range| (range[1].as_u64().unwrap() - range[0].as_u64().unwrap()) as usize).sum())
+}
+
+/// Waits until the part file has bytes, and then for `delay`.
+fn wait_for_bytes(blob: &Path, child: &mut Child, delay: Duration) {
+    let begin = Instant::now();
+    while fs::metadata(blob.with_extension("part")).map_or(0, |meta| meta.len()) == 0 {
+        assert!(begin.elapsed().as_secs() < 60 && child.try_wait().unwrap().is_none());
+        thread::sleep(Duration::from_millis(10));
+    }
+    thread::sleep(delay);
+}
+
+fn send(signal: &str, child: &Child) {
+    assert!(Command::new("kill").args([&format!("-{signal}"), &child.id().to_string()]).status().unwrap().success());
+}
+
+/// Checks that the saved progress has all but the bytes of half a second of two connections. Returns the missing bytes.
+fn check_saved(blob: &Path, shard: &[u8]) -> usize {
+    let missing = saved_missing(blob).expect("a map file");
+    let written = fs::read(blob.with_extension("part")).unwrap().iter().filter(|byte| **byte != 0).count();
+    let saved = shard.len() - missing;
+    assert!(written > 0 && written <= saved + RATE, "{written} bytes are written, and {saved} are saved");
+    missing
+}
+
+#[test]
+fn signal_saves_progress_of_a_pull() {
+    for (signal, number, delay) in [("INT", 2, 100), ("TERM", 15, 700), ("HUP", 1, 1_400)] {
+        let (hub, shard) = slow_hub();
+        let home = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let blob = blob(home.path(), &shard);
+        let mut pull = command(&["pull", "org/name"], &hub.endpoint, home.path()).spawn().unwrap();
+        wait_for_bytes(&blob, &mut pull, Duration::from_millis(delay));
+        send(signal, &pull);
+        let ended = pull.wait_with_output().unwrap();
+        let stderr = String::from_utf8_lossy(&ended.stderr);
+        assert_eq!(ended.status.signal(), Some(number), "{stderr}");
+        assert!(stderr.contains("the download is interrupted; the same command resumes it"), "{stderr}");
+        let missing = check_saved(&blob, &shard);
+        hub.change(|state| {
+            state.bytes_per_second = None;
+            state.lengths.clear();
+        });
+        let resumed = command(&["pull", "org/name"], &hub.endpoint, home.path()).output().unwrap();
+        assert!(resumed.status.success(), "{}", String::from_utf8_lossy(&resumed.stderr));
+        assert_eq!(hub.sent("model.safetensors"), missing, "only missing bytes are requested");
+        let dir = String::from_utf8(resumed.stdout).unwrap();
+        assert!(fs::read(Path::new(dir.trim()).join("model.safetensors")).unwrap() == shard);
+    }
+}
+
+#[test]
+fn signal_saves_progress_of_a_server() {
+    let (hub, shard) = slow_hub();
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let home = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let blob = blob(home.path(), &shard);
+    let mut server =
+        command(&["serve", "org/name", "--port", &port.to_string()], &hub.endpoint, home.path()).spawn().unwrap();
+    wait_for_bytes(&blob, &mut server, Duration::from_millis(300));
+    let mut connection = TcpStream::connect(("127.0.0.1", port)).unwrap();
+    write!(connection, "GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n").unwrap();
+    let mut health = String::new();
+    connection.read_to_string(&mut health).unwrap();
+    send("TERM", &server);
+    let ended = server.wait_with_output().unwrap();
+    // A check of the health is no event worth a line, also while the model is loaded.
+    let log = String::from_utf8_lossy(&ended.stderr);
+    assert!(health.starts_with("HTTP/1.1 503") && !log.contains("GET /health"), "{health}\n{log}");
+    let stdout = String::from_utf8_lossy(&ended.stdout);
+    assert!(ended.status.success() && stdout.contains(r#"{"event":"exiting","reason":"SIGTERM"}"#), "{stdout}");
+    check_saved(&blob, &shard);
+}
+
+#[test]
+fn json_reports_speed_of_this_run() {
+    let (hub, shard) = slow_hub();
+    let home = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let blob = blob(home.path(), &shard);
+    let mut first = command(&["pull", "org/name"], &hub.endpoint, home.path()).spawn().unwrap();
+    wait_for_bytes(&blob, &mut first, Duration::from_millis(2_000));
+    send("TERM", &first);
+    first.wait().unwrap();
+    let missing = saved_missing(&blob).unwrap() as u64;
+    let pulled = command(&["pull", "org/name", "--json"], &hub.endpoint, home.path()).output().unwrap();
+    let stdout = String::from_utf8(pulled.stdout).unwrap();
+    let events: Vec<Value> = stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let (complete, progress) = events.split_last().unwrap();
+    assert_eq!((&complete["event"], &complete["model"]), (&"complete".into(), &"org/name".into()));
+    assert!(Path::new(complete["path"].as_str().unwrap()).join("model.safetensors").exists());
+    assert!(progress.len() > 1, "{stdout}");
+    for event in progress {
+        assert!(event["bytes_per_second"].as_u64().unwrap() <= 3 * RATE as u64, "two connections: {event}");
+        let [on_disk, received] = [&event["on_disk"], &event["received"]].map(|bytes| bytes.as_u64().unwrap());
+        assert!(on_disk <= shard.len() as u64 + 2 && received <= missing + 2, "{event}");
+    }
+    assert_eq!(progress.last().unwrap()["on_disk"], shard.len() + 2);
+    assert!(pulled.stderr.is_empty(), "{}", String::from_utf8_lossy(&pulled.stderr));
+}
+
+#[test]
+fn quiet_pull_prints_only_the_directory() {
+    let hub = TestHub::new(&[("config.json", b"{}".to_vec()), ("model.safetensors", vec![1; 1000])]);
+    let home = tempfile::tempdir().unwrap();
+    let mut pull = command(&["pull", "-q", "org/name"], &hub.endpoint, home.path()).spawn().unwrap();
+    let mut stdout = String::new();
+    pull.stdout.take().unwrap().read_to_string(&mut stdout).unwrap();
+    let ended = pull.wait_with_output().unwrap();
+    assert!(ended.status.success() && Path::new(stdout.trim()).join("config.json").exists(), "{stdout}");
+    assert_eq!(String::from_utf8_lossy(&ended.stderr), "");
+}
