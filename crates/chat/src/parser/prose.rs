@@ -36,10 +36,10 @@ pub(super) struct Prose {
     has_text: bool,
     quotes: Quotes,
     /// The run of backticks or tildes that the text so far ends with.
-    run: Run,
+    run: MarkRun,
     /// The start of the line.
     line: String,
-    fence: Option<Run>,
+    fence: Option<MarkRun>,
     /// Length of the run that opened inline code.
     code: Option<usize>,
     /// A call in a fence or in inline code that is not closed yet.
@@ -47,7 +47,7 @@ pub(super) struct Prose {
 }
 
 #[derive(Default, Clone, Copy, PartialEq)]
-struct Run {
+struct MarkRun {
     mark: char,
     length: usize,
 }
@@ -118,7 +118,7 @@ impl Prose {
             self.end_run();
         }
         if c == '`' || c == '~' {
-            self.run = Run { mark: c, length: self.run.length + 1 };
+            self.run = MarkRun { mark: c, length: self.run.length + 1 };
         } else {
             self.quotes.push(c);
         }
@@ -159,7 +159,7 @@ impl Prose {
         let fence = line.trim_start_matches(|c: char| c.is_whitespace() || c.is_ascii_digit() || ">-*+.)".contains(c));
         let mark = if fence.starts_with('~') { '~' } else { '`' };
         let info = fence.trim_start_matches(mark);
-        let run = Run { mark, length: fence.len() - info.len() };
+        let run = MarkRun { mark, length: fence.len() - info.len() };
         match self.fence {
             _ if run.length < 3 => {}
             None if mark == '~' || !info.contains('`') => self.fence = Some(run),

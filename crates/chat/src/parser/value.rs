@@ -28,7 +28,7 @@ pub(super) struct ValueScanner {
     last: Option<SeenTag>,
     /// True if a line feed follows the last tag.
     line_ended: bool,
-    candidate: Option<Candidate>,
+    candidate: Option<EndCandidate>,
     /// Opening tags in the value that wait for their closing tags.
     open: Vec<OpenTag>,
     /// The last `</parameter>` that closed a quoted tag, until text follows.
@@ -80,7 +80,7 @@ enum CandidateKind {
 }
 
 /// A place where the value may have ended.
-struct Candidate {
+struct EndCandidate {
     at: usize,
     kind: CandidateKind,
     starts_line: bool,
@@ -90,7 +90,7 @@ struct Candidate {
     has_text: bool,
 }
 
-impl Candidate {
+impl EndCandidate {
     fn opens(&self) -> bool {
         matches!(self.kind, CandidateKind::Parameter | CandidateKind::Call)
     }
@@ -309,7 +309,7 @@ impl ValueScanner {
     }
 
     fn start_parameter(&mut self, tag: &SeenTag, ends_line: bool) {
-        if ends_line && self.candidate.as_ref().is_none_or(Candidate::is_past_call) {
+        if ends_line && self.candidate.as_ref().is_none_or(EndCandidate::is_past_call) {
             match self.matched.filter(|matched| !matched.is_in_call) {
                 Some(matched) => self.suggest(matched.at, CandidateKind::EndParameter, true),
                 None if tag.is_exact && tag.starts_line && tag.is_known => {
@@ -364,7 +364,7 @@ impl ValueScanner {
             self.suggest(tag.at, CandidateKind::EndParameter, tag.starts_line);
         }
         let is_near =
-            |first: &Candidate| first.kind == CandidateKind::EndParameter && !first.is_closed && !first.has_text;
+            |first: &EndCandidate| first.kind == CandidateKind::EndParameter && !first.is_closed && !first.has_text;
         self.candidate.as_ref().is_some_and(is_near) && matches!(next, Some(Parameter(_)))
     }
 
@@ -382,7 +382,7 @@ impl ValueScanner {
             }
             return;
         }
-        let is_first = |candidate: &&mut Candidate| !(ends_call && candidate.is_past_call());
+        let is_first = |candidate: &&mut EndCandidate| !(ends_call && candidate.is_past_call());
         if let Some(candidate) = self.candidate.as_mut().filter(is_first) {
             return candidate.close();
         }
@@ -390,14 +390,14 @@ impl ValueScanner {
         match parameter {
             Some(matched) => {
                 self.suggest(matched.at, CandidateKind::EndParameter, tag.starts_line);
-                self.candidate.as_mut().map(Candidate::close);
+                self.candidate.as_mut().map(EndCandidate::close);
             }
             None => self.suggest(tag.at, CandidateKind::EndCall, tag.starts_line),
         }
     }
 
     fn suggest(&mut self, at: usize, kind: CandidateKind, starts_line: bool) {
-        self.candidate = Some(Candidate { at, kind, starts_line, is_closed: false, has_text: false });
+        self.candidate = Some(EndCandidate { at, kind, starts_line, is_closed: false, has_text: false });
         self.open.clear();
     }
 }
