@@ -150,16 +150,3 @@ fn layout_without_wide_convolution_is_recognised() {
     let expected = logits(narrow.unfold().path());
     assert!(logits(narrow.unfold_as_hugging_face(true).path()) == expected);
 }
-
-/// With `tie_word_embeddings`, a copy of the head in the file is ignored.
-#[test]
-fn tied_head_ignores_copy_in_file() {
-    let tie = |config: &mut serde_json::Value| {
-        config["tie_word_embeddings"] = true.into();
-        config["text_config"]["tie_word_embeddings"] = true.into();
-    };
-    let with_copy = Folded::read("bf16").edit(tie, |_, _| true);
-    let without = Folded::read("bf16").edit(tie, |name, _| !name.contains("lm_head"));
-    let logits = |dir: &Path| prefill(&mut load(dir, CpuArithmetic::Integer), &[5, 7, 9], 100).0.data;
-    assert!(logits(with_copy.unfold().path()) == logits(without.unfold().path()));
-}
