@@ -108,6 +108,21 @@ export const tests = {
     await page.until(() => document.querySelector(".turn.user .words")?.textContent === "At once");
   },
 
+  async message_that_storage_refused_is_kept_later(page, proxy) {
+    await page.evaluate(() => {
+      window.put = IDBObjectStore.prototype.put;
+      IDBObjectStore.prototype.put = () => { throw new DOMException("The disk is full", "QuotaExceededError"); };
+    });
+    await converse(page, proxy, "Refused", "One");
+    await page.until(() => /^Cannot keep this conversation: .+ Delete old conversations for good to make room\.$/.test(document.querySelector("#notice").textContent));
+    await page.evaluate(() => { IDBObjectStore.prototype.put = window.put; });
+    await converse(page, proxy, "Kept", "Two");
+    await page.evaluate(() => localStorage.clear());
+    await page.until(() => unsaved.size === 0);
+    assert.deepEqual(await keptTexts(page), ["Kept", "One", "Refused", "Two"]);
+    page.seen.errors.length = 0;
+  },
+
   async storage_of_first_version_is_read(page) {
     await page.evaluate(async () => {
       (await database).close();

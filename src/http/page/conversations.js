@@ -40,9 +40,13 @@ async function save(owner, ...messages) {
     ...titles.filter(other => other.id !== owner.id)];
   titlesChanged();
   for (const message of messages) unsaved.set(message.id, {owner, message});
-  const isKept = await keep(owner.id, () => keepMessages(owner, messages, updated));
-  const isRunning = message => running.get(owner.id)?.message === message;
-  for (const message of isKept ? messages : []) if (!isRunning(message)) { unsaved.delete(message.id); forgetRescued(message.id); }
+  // A message that could not be kept before is tried again.
+  const tried = [...unsaved].filter(([, entry]) => entry.owner.id === owner.id);
+  const isKept = await keep(owner.id, () => keepMessages(owner, tried.map(([, {message}]) => message), updated));
+  for (const [id, entry] of isKept ? tried : []) {
+    const isDone = unsaved.get(id) === entry && running.get(owner.id)?.message !== entry.message;
+    if (isDone) { unsaved.delete(id); forgetRescued(id); }
+  }
 }
 
 /** Changes the record of a conversation here and in the database. */

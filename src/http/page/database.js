@@ -87,6 +87,7 @@ function forgetRescued(id) {
 
 /** Moves messages that closed pages have kept to the database. */
 async function recoverMessages() {
+  if (!await database) return;
   let keys = [];
   try { keys = Object.keys(localStorage).filter(key => key.startsWith(RESCUE)); } catch { return; }
   for (const key of keys) {
