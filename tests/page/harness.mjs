@@ -59,8 +59,10 @@ export async function startProxy(upstream) {
 }
 
 export const isFirefox = executablePath => path.basename(executablePath).startsWith("firefox");
-export const launch = executablePath => isFirefox(executablePath) ? puppeteer.launch({ executablePath, browser: "firefox" })
-  : puppeteer.launch({ executablePath, args: ["--no-sandbox", "--disable-dev-shm-usage"] });
+/** A busy machine may start a browser or load a page slowly. */
+const START = 120000;
+export const launch = executablePath => isFirefox(executablePath) ? puppeteer.launch({ executablePath, browser: "firefox", timeout: START })
+  : puppeteer.launch({ executablePath, timeout: START, args: ["--no-sandbox", "--disable-dev-shm-usage"] });
 
 /** A page in its own browser context, so with its own storage, and what it did wrong. */
 export async function openPage(browser, url, width, { height = width < 600 ? 720 : 800, waits = true } = {}) {
@@ -77,6 +79,7 @@ async function prepare(page, context, url, width, { height, waits }) {
   page.on("pageerror", error => seen.errors.push(String(error)));
   page.on("request", request => { if (/^\w+:\/\//.test(request.url())) seen.origins.add(new URL(request.url()).origin); });
   await page.setViewport({ width, height });
+  page.setDefaultNavigationTimeout(START);
   await page.goto(url);
   const until = (what, ...args) => page.waitForFunction(what, { timeout: 30000, polling: 50 }, ...args);
   if (waits) await until(() => document.querySelector("#model option"));
