@@ -1,12 +1,13 @@
 //! Prints an answer on the terminal while it streams, and its figures at the end.
 
-use super::text::printable;
+use super::{markdown::MarkdownView, text::printable, word_wrap::WordWrap};
 use crate::error::CommandError;
 use moestro_engine::Timings;
 use std::{
     env,
     io::{self, IsTerminal, Write},
     mem,
+    os::fd::AsFd,
 };
 
 /// Number of tokens of a prompt from which progress is shown. Shorter prompts are evaluated too fast for that.
@@ -49,35 +50,45 @@ pub fn figures(timings: &Timings) -> String {
     )
 }
 
-/// True if stderr is a terminal that shows colours: `NO_COLOR` is not set, and `TERM` is not dumb.
-pub fn has_colours() -> bool {
+/// True if the stream is a terminal that shows colours: `NO_COLOR` is not set, and `TERM` is not dumb.
+fn has_colours(stream: &impl IsTerminal) -> bool {
     let is_set = |name| env::var_os(name).is_some_and(|value| !value.is_empty());
-    io::stderr().is_terminal() && !is_set("NO_COLOR") && env::var_os("TERM").is_none_or(|term| term != "dumb")
+    stream.is_terminal() && !is_set("NO_COLOR") && env::var_os("TERM").is_none_or(|term| term != "dumb")
+}
+
+/// Columns of the terminal, or 0.
+fn width(stream: &impl AsFd) -> usize {
+    terminal_size::terminal_size_of(stream).map_or(0, |(width, _)| width.0.into())
 }
 
 pub fn print_dimmed(text: &str) {
-    if has_colours() { eprintln!("\x1b[2m{text}\x1b[0m") } else { eprintln!("{text}") }
+    if has_colours(&io::stderr()) { eprintln!("\x1b[2m{text}\x1b[0m") } else { eprintln!("{text}") }
 }
 
-/// Prints an answer while it streams. Content goes to stdout. Reasoning goes to stderr, dimmed on a terminal. If only
-/// stdout is a terminal, reasoning is omitted. On a terminal, control characters are replaced, because they could
-/// change the terminal's state.
+/// Prints an answer while it streams. Content goes to stdout, and reasoning to stderr, dimmed on a terminal. If only
+/// stdout is a terminal, reasoning is omitted. On a terminal, Markdown is drawn, lines are broken between words, and
+/// control characters are replaced, because they could change the terminal's state.
 pub struct AnswerPrinter {
     dims: bool,
     shows_reasoning: bool,
-    in_reasoning: bool,
+    /// The reasoning that is being printed on a terminal.
+    reasoning_lines: Option<WordWrap>,
     shows_progress: bool,
+    /// `None` if stdout is not a terminal, and gets the content as it is.
+    view: Option<MarkdownView>,
     content: String,
     reasoning: String,
 }
 
 impl AnswerPrinter {
     pub fn new() -> Self {
+        let stdout = io::stdout();
         Self {
-            dims: has_colours(),
-            shows_reasoning: io::stderr().is_terminal() || !io::stdout().is_terminal(),
-            in_reasoning: false,
+            dims: has_colours(&io::stderr()),
+            shows_reasoning: io::stderr().is_terminal() || !stdout.is_terminal(),
+            reasoning_lines: None,
             shows_progress: false,
+            view: stdout.is_terminal().then(|| MarkdownView::new(has_colours(&stdout))),
             content: String::new(),
             reasoning: String::new(),
         }
@@ -96,17 +107,24 @@ impl AnswerPrinter {
     pub fn reasoning(&mut self, text: &str) {
         self.end_progress();
         self.reasoning.push_str(text);
-        if self.shows_reasoning {
-            let begins = !mem::replace(&mut self.in_reasoning, true) && self.dims;
-            eprint!("{}{}", if begins { "\x1b[2m" } else { "" }, printable(text));
+        if !self.shows_reasoning {
+            return;
         }
+        let begins = self.reasoning_lines.is_none() && self.dims;
+        let lines = self.reasoning_lines.get_or_insert_default();
+        lines.width = width(&io::stderr());
+        lines.push(&printable(text));
+        eprint!("{}{}", if begins { "\x1b[2m" } else { "" }, lines.take());
     }
 
     pub fn content(&mut self, text: &str) -> Result<(), CommandError> {
         self.end_progress();
         self.end_reasoning();
         self.content.push_str(text);
-        write_content(text)
+        match &mut self.view {
+            Some(view) => write_content(&view.push(&printable(text), width(&io::stdout()))),
+            None => write_content(text),
+        }
     }
 
     /// Ends the printing, after which [`TerminalAnswer::end`] is not set yet.
@@ -114,7 +132,8 @@ impl AnswerPrinter {
         self.end_progress();
         self.end_reasoning();
         if !self.content.is_empty() {
-            write_content("\n")?;
+            let rest = self.view.as_mut().map_or(String::new(), MarkdownView::finish);
+            write_content(&(rest + "\n"))?;
         }
         Ok(TerminalAnswer { content: self.content, reasoning: self.reasoning, end: None })
     }
@@ -126,15 +145,14 @@ impl AnswerPrinter {
     }
 
     fn end_reasoning(&mut self) {
-        if mem::take(&mut self.in_reasoning) {
-            eprintln!("{}", if self.dims { "\x1b[0m\n" } else { "" });
+        if let Some(mut lines) = self.reasoning_lines.take() {
+            eprintln!("{}{}", lines.finish(), if self.dims { "\x1b[0m\n" } else { "" });
         }
     }
 }
 
 fn write_content(text: &str) -> Result<(), CommandError> {
     let mut out = io::stdout().lock();
-    let text = if out.is_terminal() { printable(text) } else { text.into() };
     let written = out.write_all(text.as_bytes()).and_then(|()| out.flush());
     written.map_err(CommandError::io("writing the answer"))
 }

@@ -15,7 +15,10 @@ use crate::{
     error::CommandError,
 };
 use serde_json::{Value, json};
-use std::{mem, path::PathBuf};
+use std::{
+    mem,
+    path::{Path, PathBuf},
+};
 
 const HELP: &str = "\
 /set              show the settings; /set NAME VALUE changes one, /set NAME
@@ -262,13 +265,15 @@ impl ChatSession {
     }
 }
 
-/// Parses `/name rest`. A path that starts with a slash is not a command.
+/// Parses `/name rest`. A name may be misspelt. A path that starts with a slash is not a command, such as `/usr` at the
+/// start of a question.
 fn command(text: &str) -> Option<(&str, &str)> {
-    let line = text.trim().strip_prefix('/')?;
-    let (name, rest) = line.split_once(char::is_whitespace).unwrap_or((line, ""));
+    let line = text.trim();
+    let (word, rest) = line.split_once(char::is_whitespace).unwrap_or((line, ""));
+    let name = word.strip_prefix('/')?;
     let is_known = COMMANDS.iter().any(|known| known.trim_end() == name) || name == "?";
-    (is_known || !name.is_empty() && name.chars().all(char::is_alphabetic) && rest.is_empty())
-        .then_some((name, rest.trim()))
+    let is_name = name.starts_with(char::is_alphabetic) && !name.contains('/');
+    (is_known || is_name && !Path::new(word).exists()).then_some((name, rest.trim()))
 }
 
 /// Waits for Ctrl-C.
@@ -286,10 +291,15 @@ mod tests {
     fn path_is_not_a_command() {
         assert_eq!(command("/set temp 0"), Some(("set", "temp 0")));
         assert_eq!(command(" /bye "), Some(("bye", "")));
-        assert_eq!(command("/hlep"), Some(("hlep", "")));
+        for (text, name) in
+            [("/hlep", "hlep"), ("/modle x", "modle"), ("/sytem you are", "sytem"), ("/top-p 0.9", "top-p")]
+        {
+            assert_eq!(command(text).map(|(name, _)| name), Some(name), "not sent to the model");
+        }
         assert_eq!(command("/save a b.json"), Some(("save", "a b.json")));
         assert_eq!(command("/etc/passwd"), None);
         assert_eq!(command("/usr is large"), None);
+        assert_eq!(command("/* a comment */ int x;"), None);
         assert_eq!(command("/image ~/a b.png"), Some(("image", "~/a b.png")));
         assert_eq!(command("hello /bye"), None);
     }

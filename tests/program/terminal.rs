@@ -49,9 +49,14 @@ impl Terminal {
 
     /// `variable` has the form `NAME=value` and is an environment variable for the program.
     fn begin_with(home: &Path, variable: &str, args: &str) -> Self {
+        Self::begin_in(home, "true", variable, args)
+    }
+
+    /// Runs the shell command `setup` on the terminal first.
+    fn begin_in(home: &Path, setup: &str, variable: &str, args: &str) -> Self {
         let mut command = isolated("script", home);
         // `exec` replaces the shell, because a signal would end the shell instead of the program.
-        let line = format!("exec env {variable} {MOESTRO} {args}");
+        let line = format!("{setup}; exec env {variable} {MOESTRO} {args}");
         command.args(["-qefc", &line, "/dev/null"]).stdin(Stdio::piped()).stdout(Stdio::piped());
         command.env("TERM", "xterm").env("SHELL", "/bin/sh");
         let mut script = command.spawn().expect("script, of util-linux");
@@ -284,6 +289,7 @@ fn chat_commands_work() {
     chat.say(&format!("/load {}/none", home.path().display()), "No such file");
     chat.say("/show", "2 messages");
     chat.say("/hlep", "no command /hlep; /help lists the commands");
+    chat.say("/modle moestro-demo", "no command /modle; /help lists the commands");
     chat.say("/model", "* moestro-demo");
     chat.say("/model ./nowhere", "no such directory: ./nowhere");
     chat.say("/model moestro-demo", "moestro-demo on cpu");
@@ -427,6 +433,22 @@ fn interrupted_answer_closes_the_stream() {
     }
     chat.say("/show", "4 messages");
     chat.end(CTRL_D);
+}
+
+#[test]
+fn answer_is_drawn_on_a_terminal_only() {
+    let home = tempfile::tempdir().unwrap();
+    let markdown = "Use **bold words** and `code`:\n\n- one item that is longer than a line\n";
+    let (port, _) = scripted_server(markdown, false);
+    let args = format!("run --port {port} -p Hi");
+    let mut terminal = Terminal::begin(home.path(), &args);
+    let shown = terminal.wait("answer 0 tokens");
+    assert!(shown.contains("Use \x1b[1mbold words\x1b[22m and \x1b[36mcode\x1b[39m:\r\n\r\n• one item"), "{shown:?}");
+    let mut narrow = Terminal::begin_in(home.path(), "stty rows 24 cols 28", "NO_COLOR=1", &args);
+    let shown = narrow.wait("answer 0 tokens");
+    assert!(shown.contains("Use **bold words** and\r\n`code`:"), "{shown:?}");
+    let piped = isolated(MOESTRO, home.path()).args(args.split(' ')).output().unwrap();
+    assert_eq!(String::from_utf8_lossy(&piped.stdout), format!("{markdown}\n"));
 }
 
 #[test]
