@@ -8,6 +8,7 @@ mod systemd;
 
 use moestro_base::platform::atomic_file::replace_file;
 use std::{
+    env,
     ffi::OsString,
     fs, io,
     path::PathBuf,
@@ -66,6 +67,12 @@ pub enum ServiceCommand {
 pub enum ServiceManager {
     Launchd,
     Systemd,
+}
+
+/// The directory of the service's log files. `None` if the service manager keeps the log.
+pub fn log_dir() -> Option<PathBuf> {
+    let has_files = ServiceManager::current() == ServiceManager::Launchd;
+    env::home_dir().filter(|_| has_files).map(|home| launchd::logs(&home))
 }
 
 /// A change to a file, or a command of the service manager.

@@ -9,6 +9,7 @@ use crate::{
     cli::{self, values::CacheKind},
     config::config_file::Settings,
     error::CommandError,
+    service,
 };
 use moestro_base::platform::os;
 use moestro_engine as engine;
@@ -18,7 +19,7 @@ use moestro_model::{
 };
 use serde::Serialize;
 use std::{
-    env, fmt, fs, io,
+    fmt, fs, io,
     os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
 };
@@ -97,10 +98,8 @@ fn rows(models: &[CatalogEntry]) -> Vec<CacheRow> {
     if let Some(state) = os::state_dir() {
         rows.push(row(CacheKind::Logs, "moestro launch", state.join("launch.log")));
     }
-    if cfg!(target_os = "macos")
-        && let Some(home) = env::home_dir()
-    {
-        rows.push(row(CacheKind::Logs, "moestro service", home.join("Library/Logs/moestro")));
+    if let Some(logs) = service::log_dir() {
+        rows.push(row(CacheKind::Logs, "moestro service", logs));
     }
     rows.retain(|row| row.bytes > 0);
     rows

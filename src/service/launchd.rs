@@ -3,7 +3,10 @@
 use super::{LABEL, LOG_LINES, Service, ServiceCommand, ServiceStep, words};
 use moestro_base::platform::{activation, gpu_variables::GPU_VARIABLES};
 use plist::{Dictionary, Value};
-use std::{ffi::OsString, path::PathBuf};
+use std::{
+    ffi::OsString,
+    path::{Path, PathBuf},
+};
 
 /// Path of the agent's property list.
 pub fn file(service: &Service) -> PathBuf {
@@ -11,8 +14,8 @@ pub fn file(service: &Service) -> PathBuf {
 }
 
 /// The log directory. `serve --log-dir` limits the size of the files in this directory.
-fn logs(service: &Service) -> PathBuf {
-    service.home.join("Library/Logs/moestro")
+pub fn logs(home: &Path) -> PathBuf {
+    home.join("Library/Logs/moestro")
 }
 
 /// Exit code of `launchctl bootstrap` while the old agent's label is still in use.
@@ -56,7 +59,7 @@ impl LaunchdDomain {
 fn plist(service: &Service, domain: LaunchdDomain) -> Dictionary {
     let text = |text: &str| Value::String(text.into());
     let path = |path: PathBuf| Value::String(path.to_string_lossy().into_owned());
-    let logs = logs(service);
+    let logs = logs(&service.home);
     let mut program = vec![path(service.program.clone()), text("serve"), text("--log-dir"), path(logs.clone())];
     program.extend(service.args.iter().map(|arg| text(arg)));
     let mut list = Dictionary::new();
@@ -123,7 +126,7 @@ pub fn steps(service: &Service, action: ServiceCommand, succeeds: &dyn Fn(&[OsSt
             let mut load = words(["launchctl", "bootstrap", &domain.name(user)]);
             load.push(file.clone().into_os_string());
             let install = [
-                ServiceStep::Write(logs(service).join("stderr.log"), String::new()),
+                ServiceStep::Write(logs(&service.home).join("stderr.log"), String::new()),
                 ServiceStep::Write(file, String::from_utf8_lossy(&text).into_owned()),
                 ServiceStep::Retry(load, STILL_IN_USE),
             ];
@@ -138,7 +141,7 @@ pub fn steps(service: &Service, action: ServiceCommand, succeeds: &dyn Fn(&[OsSt
             let mut follow: Vec<OsString> = words(["/bin/sh", "-c"]);
             // This follows the newest log file.
             follow.push(format!("exec tail -n {LOG_LINES} -F \"$(ls -t \"$0\"/moestro.log* | head -n 1)\"").into());
-            follow.push(logs(service).into_os_string());
+            follow.push(logs(&service.home).into_os_string());
             vec![ServiceStep::Run(follow)]
         }
     }
