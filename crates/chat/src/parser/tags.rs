@@ -79,6 +79,10 @@ fn header(after: &str, word: usize, kind: fn(String) -> TagKind) -> TagAt {
     let Some(end) = after.find(['>', '<', '\n']) else {
         return if after.len() > MAX_NAME { TagAt::Other } else { TagAt::Unfinished };
     };
+    // A name that is longer is no name, wherever the text is cut.
+    if end > MAX_NAME {
+        return TagAt::Other;
+    }
     let inner = after[..end].trim();
     let is_closed = after[end..].starts_with('>');
     let is_attribute = after.starts_with([' ', '\t']) && inner.starts_with("name");

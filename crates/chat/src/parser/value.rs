@@ -2,7 +2,7 @@
 //!
 //! A value may quote the tags of a call: a file that documents the format, or XML. So the first tag that may end the
 //! value is only a candidate, and the text from it on is held back. It is the end if the answer ends, or if the next call
-//! starts. It is part of the value if the call goes on after it: at a `</parameter>` that closes nothing in the text so
+//! starts. It is part of the value if the call continues after it: at a `</parameter>` that closes nothing in the text so
 //! far and that another tag of the call follows, or at another tag of the call after text that follows the end of the
 //! call. That tag is then the candidate.
 //!
@@ -95,7 +95,7 @@ impl EndCandidate {
         matches!(self.kind, CandidateKind::Parameter | CandidateKind::Call)
     }
 
-    /// True if text followed the end of a call. If this call goes on, the value quotes that end.
+    /// True if text followed the end of a call. If this call continues, the value quotes that end.
     fn is_past_call(&self) -> bool {
         let is_end = self.kind == CandidateKind::EndCall || self.is_closed;
         self.has_text && is_end && self.kind != CandidateKind::Parameter

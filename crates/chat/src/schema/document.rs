@@ -7,11 +7,11 @@ use std::{cell::OnceCell, collections::HashMap, rc::Rc};
 /// `$anchor`, or the `$id` of a part of the document.
 pub struct Document<'a> {
     root: &'a Value,
-    index: OnceCell<Index<'a>>,
+    index: OnceCell<ReferenceIndex<'a>>,
 }
 
 #[derive(Default)]
-struct Index<'a> {
+struct ReferenceIndex<'a> {
     /// Parts of the document by their absolute `$id`, with `#NAME` for an anchor. The root is also the empty text.
     named: HashMap<String, &'a Value>,
     /// The `$id` of the resource that a part belongs to, by the part's address. Parts of an unnamed root are left out.
@@ -26,7 +26,7 @@ impl<'a> Document<'a> {
     /// The part that the `$ref` of `schema`, a part of this document, refers to.
     pub fn target(&self, schema: &Value) -> Option<&'a Value> {
         let reference = schema.get("$ref")?.as_str()?;
-        let index = self.index.get_or_init(|| Index::of(self.root));
+        let index = self.index.get_or_init(|| ReferenceIndex::of(self.root));
         let (uri, fragment) = reference.split_once('#').unwrap_or((reference, ""));
         let base = index.resources.get(&std::ptr::from_ref(schema)).map_or("", |base| base);
         let uri = if uri.is_empty() { base.to_owned() } else { join(base, uri) };
@@ -41,7 +41,7 @@ impl<'a> Document<'a> {
     }
 }
 
-impl<'a> Index<'a> {
+impl<'a> ReferenceIndex<'a> {
     fn of(root: &'a Value) -> Self {
         let mut index = Self::default();
         index.named.insert(String::new(), root);

@@ -329,6 +329,20 @@ fn truncated_quote_stays_open() {
 }
 
 #[test]
+fn long_names_are_independent_of_cuts() {
+    for length in 990..1010 {
+        let name = "s".repeat(length);
+        for text in [
+            format!("<tool_call>\n<function=f>\n<parameter={name}>\n1\n</parameter>\n</function>\n</tool_call>"),
+            format!("<tool_call>\n<function={name}>\n</function>\n</tool_call>"),
+        ] {
+            // Compares with the text character by character.
+            whole(false, &text);
+        }
+    }
+}
+
+#[test]
 fn long_values_take_linear_time() {
     let long = "a line with a <tag> and \"quotes\"\n".repeat(30_000);
     for before in ["", "</parameter>\n", "</parameter>\n</function>\n</tool_call>\n", "\"</parameter>\"\n"] {
