@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 /// Name of the demo model and of its directory.
 pub const NAME: &str = "moestro-demo";
 
-/// What the demo is, and how to run a first real model.
+/// Says what the demo is, and names a first real model.
 pub const ABOUT: &str = "moestro-demo is a 9 MB toy that does sums, capitals and short stories; a first real model (about 3 GB): \
                          moestro run mlx-community/Qwen3.5-4B-MLX-4bit";
 

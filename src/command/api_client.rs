@@ -50,7 +50,7 @@ impl ApiClient {
     }
 
     fn new(endpoint: Endpoint) -> Result<Self, CommandError> {
-        // Without a thread of its own, the server inside this process would stand still between two requests.
+        // A thread runs the server inside this process, also between two requests.
         let runtime = runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
         Ok(Self { endpoint, runtime: runtime.map_err(CommandError::io("starting threads"))? })
     }

@@ -199,7 +199,7 @@ pub fn message(role: &str, content: &str) -> Value {
     json!({"role": role, "content": content})
 }
 
-/// The number with the digits that the user typed: 0.1, where the digits of the `f32` go on.
+/// The number with the digits that the user typed, such as 0.1. A plain conversion of the `f32` has further digits.
 fn exact(number: Option<f32>) -> Option<f64> {
     number?.to_string().parse().ok()
 }

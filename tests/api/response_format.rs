@@ -116,7 +116,7 @@ async fn invalid_schema_error_names_the_position() {
         (json!({"type": "strnig"}), ".properties.a.type", true),
         (json!({"not": {"type": "string"}}), ".properties.a.not", false),
         (json!({"anyOf": [{"type": "null"}, 5]}), ".properties.a.anyOf[1]", true),
-        (json!({"$ref": "#/$defs/missing"}), ".properties.a", false),
+        (json!({"$ref": "#/$defs/missing"}), ".properties.a.$ref", true),
         (json!({"type": "integer", "minimum": 5, "maximum": 1}), ".properties.a", true),
     ] {
         let whole = json!({"type": "object", "properties": {"b": {"type": "integer"}, "a": part}, "required": ["a"]});

@@ -233,12 +233,12 @@ fn not_run() -> Vec<(String, String)> {
 struct Server(Child);
 
 impl Server {
-    fn start(home: &Path) -> (Self, String) {
+    fn start(home: &Path) -> (Self, u64) {
         let mut child = moestro(home).args(["serve", "--port", "0"]).stdout(Stdio::piped()).spawn().unwrap();
         let mut line = String::new();
         BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
         let ready: serde_json::Value = serde_json::from_str(&line).unwrap();
-        (Self(child), format!("localhost:{}", ready["port"]))
+        (Self(child), ready["port"].as_u64().unwrap())
     }
 }
 
@@ -265,13 +265,14 @@ fn commands_in_documents_run() {
     for (prefix, why) in &skipped {
         assert!(!why.is_empty() && commands.iter().any(|command| command.starts_with(prefix)), "obsolete: {prefix}");
     }
-    let (server, address) = Server::start(home.path());
+    let (server, port) = Server::start(home.path());
+    let here = [("localhost:5413", format!("localhost:{port}")), ("moestro ps", format!("moestro ps --port {port}"))];
     let mut failed = Vec::new();
     for command in commands {
         if command == "moestro serve" || skipped.iter().any(|(prefix, _)| command.starts_with(prefix)) {
             continue;
         }
-        let words = words(&command.replace("localhost:5413", &address));
+        let words = words(&here.iter().fold(command.clone(), |text, (there, here)| text.replace(there, here)));
         let mut run = if words[0] == "curl" { Command::new("curl") } else { moestro(home.path()) };
         if words[0] == "curl" {
             run.args(["--fail", "--silent"]);

@@ -53,7 +53,9 @@ fn wrong_value_names_file_or_variable() {
     assert!(text.contains("moestro.toml, line 6: invalid value 'many' for ctx-size"), "{text}");
     let text = output_of(home.path(), &["MOESTRO_PORT=y"], &["config"]);
     assert!(text.contains("invalid value 'y' for the environment variable MOESTRO_PORT: invalid digit"), "{text}");
-    let text = output_of(home.path(), &[], &["config", "--port", "z"]);
+    let sound = tempfile::tempdir().unwrap();
+    write_settings(sound.path(), "port = 80\n");
+    let text = output_of(sound.path(), &[], &["config", "--port", "z"]);
     assert!(text.contains("invalid value 'z' for '--port <PORT>'"), "{text}");
 }
 

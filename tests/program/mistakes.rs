@@ -76,7 +76,6 @@ fn wrong_names_and_values_get_a_sentence() {
             ("generate -p Hi -n 0", "whole number, at least 1"),
             ("generate -p Hi -n 3", "the answer reached its token limit while the model reasoned"),
             ("info --like 28b", "[possible values: 4b, 9b, 27b, 35b, 122b, 397b, flash-next]"),
-            ("info --like 35b", "--like needs --machine"),
             ("info --device gpu", "[possible values: auto, cpu, metal, cuda]"),
             ("info --device metal", "only builds for macOS support it"),
             ("srve", "serve"),

@@ -384,7 +384,7 @@ fn images_are_shown_to_every_model() {
 }
 
 /// A server whose answers have this content. If `is_endless`, a stream stays open until the client closes it. Returns
-/// the port, and a receiver that is told of every closed stream.
+/// the port, and a receiver of one message for each closed stream.
 fn scripted_server(content: &str, is_endless: bool) -> (u16, mpsc::Receiver<()>) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
@@ -429,7 +429,7 @@ fn interrupted_answer_closes_the_stream() {
         chat.press(CTRL_C);
         chat.wait("interrupted");
         chat.wait(">>> ");
-        is_closed.recv_timeout(Duration::from_secs(60)).expect("the server is told while the chat waits for a text");
+        is_closed.recv_timeout(Duration::from_secs(60)).expect("the stream is closed while the chat waits for a text");
     }
     chat.say("/show", "4 messages");
     chat.end(CTRL_D);

@@ -229,6 +229,7 @@ mod tests {
             "consolidated.safetensors",
             "model-00001-of-00002.safetensors",
             "model-00002-of-00002.safetensors",
+            "model-extra.safetensors",
             "model-mtp.safetensors",
             "ngram-table.safetensors",
             "../evil.safetensors",
@@ -242,6 +243,7 @@ mod tests {
         let shards = [
             "model-00001-of-00002.safetensors",
             "model-00002-of-00002.safetensors",
+            "model-extra.safetensors",
             "model-mtp.safetensors",
             "ngram-table.safetensors",
         ];
@@ -251,12 +253,14 @@ mod tests {
         let index =
             r#"{"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00001-of-00002.safetensors"}}"#;
         fs::write(dir.path().join(INDEX), index).unwrap();
-        assert_eq!(names(hub.shards(dir.path()).unwrap()), [shards[0], shards[2], shards[3]]);
+        // The index names one shard of its series, and not the extra file.
+        let needed = [shards[0], shards[1], shards[3], shards[4]];
+        assert_eq!(names(hub.shards(dir.path()).unwrap()), needed);
 
         // The repository has other shards than its index says, or the index is damaged.
         for index in [r#"{"weight_map": {"a": "lost.safetensors"}}"#, "{"] {
             fs::write(dir.path().join(INDEX), index).unwrap();
-            assert_eq!(names(hub.shards(dir.path()).unwrap()), shards);
+            assert_eq!(names(hub.shards(dir.path()).unwrap()), needed);
             assert_eq!(hub.absent(dir.path()).unwrap(), BTreeSet::new());
         }
         let lost = r#"{"weight_map": {"a": "model-a.safetensors", "b": "model-b.safetensors"}}"#;
