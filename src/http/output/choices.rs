@@ -142,7 +142,7 @@ impl Choices {
         let reader = match &self.chat {
             None => TextReader::Plain,
             Some(ChatParams { tools, in_reasoning, parallel_tool_calls }) => TextReader::Chat {
-                parser: Parser::new(*in_reasoning, tools),
+                parser: Box::new(Parser::new(*in_reasoning, tools)),
                 in_reasoning: *in_reasoning,
                 parallel_tool_calls: *parallel_tool_calls,
             },

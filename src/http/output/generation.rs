@@ -135,7 +135,7 @@ pub enum TextReader {
     /// The text is plain text.
     Plain,
     /// The text is an assistant message with reasoning and tool calls.
-    Chat { parser: Parser, in_reasoning: bool, parallel_tool_calls: bool },
+    Chat { parser: Box<Parser>, in_reasoning: bool, parallel_tool_calls: bool },
 }
 
 /// A generation in progress. Dropping a `Generation` cancels its request: the engine stops within one token.
