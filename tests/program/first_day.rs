@@ -4,7 +4,6 @@ use crate::program;
 use moestro::demo;
 use std::{
     fs,
-    os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
     process::Output,
 };
@@ -136,6 +135,8 @@ fn packs_are_shown_and_removed() {
 /// A `systemctl` that does what `script` says, and no other program.
 #[cfg(target_os = "linux")]
 fn fake_systemctl(home: &Path, script: &str) -> String {
+    use std::os::unix::fs::PermissionsExt;
+
     let bin = home.join("bin");
     fs::create_dir_all(&bin).unwrap();
     let program = bin.join("systemctl");
