@@ -174,7 +174,7 @@ impl ApiClient {
         Ok(ApiResponse::new(name, response, connection))
     }
 
-    /// What a request asks, for errors.
+    /// Names a request in errors.
     fn name(&self, path: &str) -> String {
         format!("asking {}{path}", self.address().unwrap_or_default())
     }

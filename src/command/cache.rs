@@ -126,7 +126,7 @@ fn remove(row: &CacheRow) -> io::Result<()> {
         // A server that is running may use them.
         CacheKind::Snapshots => engine::clear_prompt_dir(&row.path),
         CacheKind::Models => Err(io::Error::other("`moestro rm NAME` deletes a model")),
-        CacheKind::Downloads => [row.path.clone(), row.path.with_extension("map")].iter().try_for_each(remove_path),
+        CacheKind::Downloads => Hub::remove_unfinished(&row.path),
         CacheKind::Packs | CacheKind::Kernels | CacheKind::Logs | CacheKind::Other => remove_path(&row.path),
     }
 }

@@ -64,7 +64,7 @@ const SMALL_FILES: [(&str, u64); 4] = [
 /// A checkpoint without its weights: tokenizer, chat template and sampling defaults.
 pub struct CheckpointMeta {
     pub dir: PathBuf,
-    /// Last component of the path or hub id.
+    /// The name in messages: the last component of the path or hub id, or the id in the list of models.
     pub name: String,
     pub tokenizer: Arc<Tokenizer>,
     /// `None` for a base model.

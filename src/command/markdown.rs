@@ -14,7 +14,7 @@ const NO_CODE: &str = "\x1b[39m";
 /// Maximum number of bytes of markup that are held back until its end is known. Longer markup stays as it is.
 const MAX_HELD: usize = 400;
 
-/// Turns Markdown into text for a terminal. What may be markup is held back until the text after it decides.
+/// Turns Markdown into text for a terminal. Text that may be markup is held back until the text after it decides.
 pub struct MarkdownView {
     wrap: WordWrap,
     /// False for a terminal without styles. Lines are then broken between words, and nothing else is changed.
@@ -29,7 +29,7 @@ pub struct MarkdownView {
     previous: char,
 }
 
-/// What the start of a line says about the line.
+/// The kind of a line, which its start shows.
 enum LineKind {
     Plain,
     Heading,

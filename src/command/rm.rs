@@ -40,7 +40,12 @@ pub fn remove(args: &cli::RmArgs, settings: &Settings) -> Result<(), CommandErro
     if entry.origin == Origin::Own && !is_inside(dir, local_models::models_dir(args.home.models_dir.as_deref())) {
         return usage(format!("{}: a symbolic link leads outside of the model directory", dir.display()));
     }
-    let packs = cache::packs_of(entry);
+    // Not the pack of another copy of the model, nor one that is beside the directory to which a link leads.
+    let others = all.iter().filter(|other| other.dir != entry.dir && other.origin != Origin::Demo);
+    let kept: Vec<PathBuf> = others.flat_map(cache::packs_of).collect();
+    let mut packs = cache::packs_of(entry);
+    let is_beside_target = |pack: &Path| dir.is_symlink() && pack.with_extension("") == real_path(dir);
+    packs.retain(|pack| !kept.contains(pack) && !is_beside_target(pack));
     let pack_bytes = Size(packs.iter().map(|pack| cache::disk_bytes(pack)).sum());
     let with_packs =
         if args.all && !packs.is_empty() { format!(" and its pack ({pack_bytes})") } else { String::new() };
@@ -67,6 +72,11 @@ pub fn remove(args: &cli::RmArgs, settings: &Settings) -> Result<(), CommandErro
     }
     eprintln!("deleted {}{with_packs}", entry.id);
     Ok(())
+}
+
+/// The path without links.
+fn real_path(path: &Path) -> PathBuf {
+    path.canonicalize().unwrap_or_default()
 }
 
 /// True if `dir` is in `home` after the links in the parent directories of `dir` are resolved.

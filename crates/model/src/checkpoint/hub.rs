@@ -1,8 +1,7 @@
 //! [`Hub`] downloads checkpoints from the Hugging Face hub into the Hugging Face cache, which other programs share.
 //!
 //! A download contains only the files that a model needs: its [`WeightFiles`] and a few small files. All files come from
-//! one commit. The size of every
-//! file is known before the download starts. Several files are transferred in parallel ([`transfer`]). An interrupted
+//! one commit. The size of every file is known before the download starts. Several files are transferred in parallel ([`transfer`]). An interrupted
 //! download is resumed, in the same run or in the next. If the hub reports the SHA-256 of a file, it is verified.
 //! The variables of huggingface_hub have their usual meaning ([`cache`]).
 //!
@@ -30,8 +29,18 @@ use client::{HubClient, MAX_ATTEMPTS, RequestError};
 use download::ModelDownload;
 use interrupt::DownloadInterrupt;
 use listing::{RepoFile, RepoListing};
-use moestro_base::{error::StoreError, platform::os};
-use std::{env, fs, io, path::PathBuf, time::Duration};
+use moestro_base::{
+    error::StoreError,
+    platform::{FileLock, os},
+};
+use std::{
+    env,
+    ffi::OsStr,
+    fs::{self, File},
+    io,
+    path::{Path, PathBuf},
+    time::Duration,
+};
 use transfer::{OnProgress, download_files};
 
 /// Maximum number of bytes per request.
@@ -83,15 +92,28 @@ impl Hub {
         cache::ids(&self.cache).into_iter().filter_map(|id| Some((id.clone(), self.local(&id)?))).collect()
     }
 
-    /// The ids of models with unfinished files, and the path of each such file.
+    /// The ids of models with unfinished files, and the path of each such file. Other programs also write files `*.part`
+    /// here, but no map.
     pub fn unfinished(&self) -> Vec<(String, PathBuf)> {
         let parts = |id: String| {
             let blobs = HubCache::new(&self.cache, &id).blobs();
             let files = fs::read_dir(blobs).into_iter().flatten().flatten().map(|entry| entry.path());
-            let parts = files.filter(|path| path.extension().is_some_and(|ending| ending == "part"));
+            let is_hash = |path: &Path| path.file_stem().and_then(OsStr::to_str).is_some_and(cache::is_hash);
+            let is_part = |path: &Path| path.extension().is_some_and(|ending| ending == "part");
+            let parts = files.filter(|path| is_part(path) && is_hash(path) && path.with_extension("map").exists());
             parts.map(|path| (id.clone(), path)).collect::<Vec<_>>()
         };
         cache::ids(&self.cache).into_iter().flat_map(parts).collect()
+    }
+
+    /// Deletes an unfinished file.
+    ///
+    /// # Errors
+    /// A process is downloading the file, or a file cannot be deleted.
+    pub fn remove_unfinished(part: &Path) -> io::Result<()> {
+        let lock = FileLock::try_lock(File::create(part.with_extension("lock"))?);
+        let _lock = lock.map_err(|_| io::Error::other("it is being downloaded"))?;
+        [part.to_owned(), part.with_extension("map")].iter().try_for_each(fs::remove_file)
     }
 
     /// Deletes all downloaded files of a model, including older revisions.

@@ -101,7 +101,7 @@ impl WeightFiles {
 
 const ENDING: &str = ".safetensors";
 
-/// What the names of all shards of a checkpoint have in common: `model-00002-of-00004.safetensors` is number 2 of the
+/// The part of a shard's name that all shards of a checkpoint share: `model-00002-of-00004.safetensors` is number 2 of the
 /// series `model` with 4 shards.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Series<'a> {

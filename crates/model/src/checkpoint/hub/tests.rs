@@ -435,3 +435,24 @@ fn full_disk_is_reported_in_gigabytes() {
     let text = hub.check_free_space(1 << 60).unwrap_err().to_string();
     assert!(text.contains("needs 1152921504.6 GB more, but only"), "{text}");
 }
+
+#[test]
+fn unfinished_files_in_use_are_not_removed() {
+    let home = tempfile::tempdir().unwrap();
+    let hub = hub_of(&TestHub::new(&model()), home.path());
+    let blobs = home.path().join("hub/models--org--name/blobs");
+    fs::create_dir_all(&blobs).unwrap();
+    let hash = "a".repeat(64);
+    let part = blobs.join(format!("{hash}.part"));
+    // Written by other programs.
+    let others = [format!("{hash}.sync.part"), format!("{}.part", "b".repeat(64))];
+    for name in others.iter().chain([&format!("{hash}.part"), &format!("{hash}.map")]) {
+        fs::write(blobs.join(name), name).unwrap();
+    }
+    assert_eq!(hub.unfinished(), [("org/name".to_owned(), part.clone())]);
+    let lock = FileLock::try_lock(fs::File::create(part.with_extension("lock")).unwrap()).unwrap();
+    assert!(Hub::remove_unfinished(&part).is_err() && part.exists());
+    drop(lock);
+    Hub::remove_unfinished(&part).unwrap();
+    assert!(hub.unfinished().is_empty() && others.iter().all(|name| blobs.join(name).exists()));
+}
