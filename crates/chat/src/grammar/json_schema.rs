@@ -238,6 +238,7 @@ impl<'a> Preparation<'a> {
                 .map(|(key, value)| (if key == "oneOf" { "anyOf".into() } else { key }, value))
                 .collect();
         }
+        self.check_large_integers(&mut prepared, path)?;
         self.limit_bounds(&mut prepared, path)?;
         bound_integer(&mut prepared);
         if prepared.get("format").is_some_and(|format| format == "time" || format == "date-time") {
@@ -278,6 +279,33 @@ impl<'a> Preparation<'a> {
     fn can_enforce_pattern(&self, pattern: &Value, path: &str) -> Result<bool, FormatError> {
         let Some(pattern) = pattern.as_str() else { return Err(FormatError::new(path, "a pattern must be a string")) };
         can_enforce(&RegexAst::SearchRegex(regex_to_lark(pattern, "dw")), self.strict.then_some("schema"), path)
+    }
+
+    /// Handles integers that the compiler would round to an `f64`. As a constant, such an integer is an error if the
+    /// schema is strict, and is left out otherwise. A bound becomes the next number that it allows.
+    fn check_large_integers(&self, schema: &mut Map<String, Value>, path: &str) -> Result<(), FormatError> {
+        for key in ["const", "enum"] {
+            if !schema.get(key).is_some_and(has_rounded_integer) {
+                continue;
+            }
+            if self.strict {
+                let reason = "an integer with more digits than an f64 holds cannot be enforced in a strict schema";
+                return Err(FormatError::new(&format!("{path}.{key}"), reason));
+            }
+            schema.shift_remove(key);
+        }
+        for (key, is_lower) in
+            [("minimum", true), ("exclusiveMinimum", true), ("maximum", false), ("exclusiveMaximum", false)]
+        {
+            let Some(bound) = schema.get(key).and_then(exact_integer) else { continue };
+            let rounded = bound as f64;
+            if is_lower && (rounded as i128) < bound {
+                schema.insert(key.into(), rounded.next_up().into());
+            } else if !is_lower && (rounded as i128) > bound {
+                schema.insert(key.into(), rounded.next_down().into());
+            }
+        }
+        Ok(())
     }
 
     /// Handles bounds that cannot be compiled because they are beyond the limit (too far from zero). A large maximum or
@@ -351,6 +379,23 @@ fn allows_all_names(schema: &Value) -> bool {
     match schema {
         Value::Object(fields) => fields.iter().all(|(key, value)| key == "type" && value == "string"),
         other => *other == true,
+    }
+}
+
+fn exact_integer(value: &Value) -> Option<i128> {
+    value.as_i64().map(i128::from).or(value.as_u64().map(i128::from))
+}
+
+/// True if an integer in `value` changes when it becomes an `f64`, or may have been changed when it was read.
+fn has_rounded_integer(value: &Value) -> bool {
+    match value {
+        Value::Array(items) => items.iter().any(has_rounded_integer),
+        Value::Object(fields) => fields.values().any(has_rounded_integer),
+        Value::Number(number) => match exact_integer(value) {
+            Some(integer) => (integer as f64) as i128 != integer,
+            None => number.as_f64().is_some_and(|number| number.abs() >= u64::MAX as f64),
+        },
+        _ => false,
     }
 }
 

@@ -156,7 +156,7 @@ pub fn name_expression(names: &OpenNames<'_>, listed: &[&str], strict: bool) -> 
         None => all.push("/[A-Za-z0-9_.-]{1,64}/".to_owned()),
         Some(pattern) => {
             let Some(pattern) = whole_match(pattern, strict, ".patternProperties")? else { return Ok(None) };
-            all.extend([r"/[^<>\s]([^<>\n]{0,62}[^<>\s])?/".to_owned(), format!("/{pattern}/")]);
+            all.extend([r#"/[^<>\s"']([^<>\n]{0,62}[^<>\s])?/"#.to_owned(), format!("/{pattern}/")]);
         }
     }
     for other in &names.other_patterns {

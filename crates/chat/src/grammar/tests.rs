@@ -508,3 +508,34 @@ fn closed_objects_have_no_other_properties() {
     let combined = json!({"allOf": [{"type": "object"}], "unevaluatedProperties": false});
     assert_eq!(compile(&json_format(&combined, true)).err().unwrap().path, ".unevaluatedProperties");
 }
+
+#[test]
+fn large_integers_are_not_rounded() {
+    let refused = |part: Value| {
+        let whole = json!({"type": "object", "properties": {"a": part}, "required": ["a"]});
+        assert!(compile(&json_format(&whole, false)).is_ok(), "{whole}");
+        compile(&json_format(&whole, true)).err().map(|error| error.path)
+    };
+    for large in ["1234567890123456789", "-9007199254740993", "18446744073709551615", "12345678901234567890123"] {
+        let large: Value = serde_json::from_str(large).unwrap();
+        assert_eq!(refused(json!({"const": large})).as_deref(), Some(".properties.a.const"), "{large}");
+        assert_eq!(refused(json!({"enum": [1, {"b": [large]}]})).as_deref(), Some(".properties.a.enum"), "{large}");
+    }
+    for exact in [json!(9_007_199_254_740_992_u64), json!(-4_611_686_018_427_387_904_i64), json!(0.1), json!(1e15)] {
+        assert_eq!(refused(json!({"const": exact})), None, "{exact}");
+    }
+    // The largest integers that the bounds allow are exact in an f64.
+    let bounds = json!({"type": "integer", "minimum": 9_007_199_254_740_993_u64, "maximum": 9_007_199_254_740_995_u64});
+    let constraint = compile(&json_format(&bounds, true)).unwrap();
+    assert_eq!(text(&random_answer(constraint, 1)), "9007199254740994");
+}
+
+#[test]
+fn names_in_quotation_marks_are_refused() {
+    for name in ["\"q\"", "'q'"] {
+        let parameters = json!({"type": "object", "properties": {name: {"type": "boolean"}}});
+        let tool = json!({"type": "function", "function": {"name": "f", "parameters": parameters}});
+        let tools = Some(AllowedTools { tools: vec![(0, tool)], parallel: false });
+        assert!(compile(&OutputFormat { tools, ..OutputFormat::default() }).is_err(), "{name}");
+    }
+}

@@ -278,8 +278,10 @@ fn json_part(schemas: &[&Value], value: &ValueType, types: &[&str]) -> Value {
 }
 
 fn check_name(name: &str) -> Result<(), FormatError> {
-    if name.trim() != name || name.is_empty() || name.contains(['<', '>', '\n']) {
-        let reason = "a parameter's name must not contain <, > or white space at its ends";
+    let is_quoted = name.starts_with(['"', '\'']);
+    if name.trim() != name || name.is_empty() || is_quoted || name.contains(['<', '>', '\n']) {
+        let reason =
+            "a parameter's name must not contain <, > or white space at its ends, or start with a quotation mark";
         return Err(FormatError::new(&format!(".properties.{name}"), reason));
     }
     Ok(())
