@@ -68,9 +68,19 @@ fn check_saved(blob: &Path, shard: &[u8]) -> usize {
     missing
 }
 
+/// True if this process ignores a signal, as the programs that it starts do: in the background of a shell, or after
+/// `nohup`.
+fn is_ignored(number: i32) -> bool {
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+    mask.is_some_and(|mask| mask >> (number - 1) & 1 == 1)
+}
+
 #[test]
 fn signal_saves_progress_of_a_pull() {
-    for (signal, number, delay) in [("INT", 2, 100), ("TERM", 15, 700), ("HUP", 1, 1_400)] {
+    let signals = [("INT", 2, 100), ("TERM", 15, 700), ("HUP", 1, 1_400)];
+    for (signal, number, delay) in signals.into_iter().filter(|(_, number, _)| !is_ignored(*number)) {
         let (hub, shard) = slow_hub();
         let home = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let blob = blob(home.path(), &shard);
