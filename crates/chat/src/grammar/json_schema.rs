@@ -238,7 +238,7 @@ impl<'a> Preparation<'a> {
                 .map(|(key, value)| (if key == "oneOf" { "anyOf".into() } else { key }, value))
                 .collect();
         }
-        self.check_large_integers(&mut prepared, path)?;
+        self.check_large_constants(&mut prepared, path)?;
         self.limit_bounds(&mut prepared, path)?;
         bound_integer(&mut prepared);
         if prepared.get("format").is_some_and(|format| format == "time" || format == "date-time") {
@@ -281,9 +281,9 @@ impl<'a> Preparation<'a> {
         can_enforce(&RegexAst::SearchRegex(regex_to_lark(pattern, "dw")), self.strict.then_some("schema"), path)
     }
 
-    /// Handles integers that the compiler would round to an `f64`. As a constant, such an integer is an error if the
-    /// schema is strict, and is left out otherwise. A bound becomes the next number that it allows.
-    fn check_large_integers(&self, schema: &mut Map<String, Value>, path: &str) -> Result<(), FormatError> {
+    /// Handles constants with an integer that the compiler would round to an `f64`. Such a constant is an error if the
+    /// schema is strict, and is left out otherwise.
+    fn check_large_constants(&self, schema: &mut Map<String, Value>, path: &str) -> Result<(), FormatError> {
         for key in ["const", "enum"] {
             if !schema.get(key).is_some_and(has_rounded_integer) {
                 continue;
@@ -294,28 +294,24 @@ impl<'a> Preparation<'a> {
             }
             schema.shift_remove(key);
         }
-        for (key, is_lower) in
-            [("minimum", true), ("exclusiveMinimum", true), ("maximum", false), ("exclusiveMaximum", false)]
-        {
-            let Some(bound) = schema.get(key).and_then(exact_integer) else { continue };
-            let rounded = bound as f64;
-            if is_lower && (rounded as i128) < bound {
-                schema.insert(key.into(), rounded.next_up().into());
-            } else if !is_lower && (rounded as i128) > bound {
-                schema.insert(key.into(), rounded.next_down().into());
-            }
-        }
         Ok(())
     }
 
     /// Handles bounds that cannot be compiled because they are beyond the limit (too far from zero). A large maximum or
     /// a small minimum is set to the limit. A large minimum or a small maximum would allow only numbers beyond the
-    /// limit. Such a bound is an error if the schema is strict, and is left out otherwise.
+    /// limit. Such a bound is an error if the schema is strict, and is left out otherwise. An integer that the compiler
+    /// would round to a number outside of the bound becomes the next number inside.
     fn limit_bounds(&self, schema: &mut Map<String, Value>, path: &str) -> Result<(), FormatError> {
         let limit = if is_integer(schema) { MAX_INTEGER_BOUND } else { MAX_INTEGER as f64 };
         for (key, sign) in [("minimum", -1.0), ("exclusiveMinimum", -1.0), ("maximum", 1.0), ("exclusiveMaximum", 1.0)]
         {
-            let Some(bound) = schema.get(key).and_then(Value::as_f64).map(|bound| bound * sign) else { continue };
+            let Some(rounded) = schema.get(key).and_then(Value::as_f64) else { continue };
+            let exact = schema.get(key).and_then(exact_integer).unwrap_or(rounded as i128);
+            let mut bound = sign * rounded;
+            if sign * (rounded as i128 - exact) as f64 > 0.0 {
+                bound = bound.next_down();
+                schema.insert(key.into(), (sign * bound).into());
+            }
             if bound >= limit {
                 schema.insert(key.into(), (limit * sign).into());
             } else if bound <= -limit {

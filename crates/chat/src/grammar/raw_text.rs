@@ -2,7 +2,7 @@
 //!
 //! A text has no tag of a call, and no text that the parser reads as another type of the parameter. If a string may also
 //! be a list, for example, it does not start with a bracket. Texts, words, `true`, `false`, `null` and numbers of one
-//! parameter are one terminal: llguidance's lexer follows a terminal as long as any text of it may go on.
+//! parameter are one terminal: llguidance's lexer follows a terminal as long as any text of it may continue.
 
 use super::{format::FormatError, json_schema, string_formats};
 use crate::schema::{OpenNames, TextLimits, TypeSet, ValueType};

@@ -18,7 +18,7 @@ impl Tools {
     }
 
     pub fn has(&self, name: &str) -> bool {
-        self.function(name).is_some()
+        functions(&self.0, name).next().is_some()
     }
 
     /// Types of a parameter of a tool.
@@ -28,19 +28,21 @@ impl Tools {
 
     /// Names of the parameters of a tool. Empty if its schema names none.
     pub fn parameters(&self, function: &str) -> Vec<String> {
-        let function = self.function(function);
-        let Some(schema) = function.and_then(|f| f.get("parameters").or_else(|| f.get("input_schema"))) else {
-            return Vec::new();
-        };
+        let Some(schema) = parameters_schema(&self.0, function) else { return Vec::new() };
         let mut names = BTreeSet::new();
         for set in parameter_sets(schema, &Document::new(schema)) {
             names.extend(set.names().into_iter().map(str::to_owned));
         }
         names.into_iter().collect()
     }
+}
 
-    fn function(&self, name: &str) -> Option<&Value> {
-        let mut functions = self.0.iter().map(|tool| tool.get("function").unwrap_or(tool));
-        functions.find(|function| function.get("name").and_then(Value::as_str) == Some(name))
-    }
+fn functions<'a>(tools: &'a [Value], name: &str) -> impl Iterator<Item = &'a Value> {
+    let functions = tools.iter().map(|tool| tool.get("function").unwrap_or(tool));
+    functions.filter(move |function| function.get("name").and_then(Value::as_str) == Some(name))
+}
+
+/// The schema of a tool's parameters.
+pub(super) fn parameters_schema<'a>(tools: &'a [Value], function: &str) -> Option<&'a Value> {
+    functions(tools, function).find_map(|f| f.get("parameters").or_else(|| f.get("input_schema")))
 }

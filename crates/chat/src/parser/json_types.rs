@@ -1,6 +1,6 @@
 //! The JSON types that a tool's schema allows for a parameter, and the conversion of raw text to these types.
 
-use super::python;
+use super::{declared::parameters_schema, python};
 use crate::{
     json_numbers,
     schema::{Document, TypeSet, ValueType, any_value, parameter_sets},
@@ -20,11 +20,7 @@ impl JsonTypes {
     /// Types of parameter `name` of the tool `function`. `tools` are tool definitions in OpenAI's format. A string if
     /// the tools do not specify a type.
     pub fn of(tools: &[Value], function: &str, name: &str) -> Self {
-        let functions = tools.iter().map(|tool| tool.get("function").unwrap_or(tool));
-        let schema = functions
-            .filter(|f| f.get("name").and_then(Value::as_str) == Some(function))
-            .find_map(|f| f.get("parameters").or_else(|| f.get("input_schema")));
-        let value = schema.map_or_else(ValueType::nothing, |schema| {
+        let value = parameters_schema(tools, function).map_or_else(ValueType::nothing, |schema| {
             let document = Document::new(schema);
             any_value(&parameter_sets(schema, &document), name, &document)
         });
@@ -35,7 +31,7 @@ impl JsonTypes {
         self.string && self.others.is_empty()
     }
 
-    /// True if a text that starts with `start` is a string, however it goes on.
+    /// True if a text that starts with `start` is a string, however it continues.
     pub fn is_string_from(&self, start: &str) -> bool {
         self.string && TypeSet::NULL.has(self.others) && !["null", "None"].iter().any(|word| word.starts_with(start))
     }

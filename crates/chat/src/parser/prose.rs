@@ -5,7 +5,7 @@
 
 use super::{quotes::Quotes, tags::InputEnd};
 
-/// What a `<` in prose starts.
+/// Meaning of a `<` in prose.
 pub(super) enum Start {
     Call,
     EndThink,

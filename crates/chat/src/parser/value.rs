@@ -18,13 +18,13 @@ use super::{
 
 /// Follows a value up to its end. Offsets count from the start of the value.
 pub(super) struct ValueScanner {
-    /// True if the value starts on a line of its own.
+    /// True if a line feed comes before the value.
     is_block: bool,
     consumed: usize,
     position: usize,
     quotes: Quotes,
     starts_line: bool,
-    /// The last tag. What follows it is not known yet, except for white space.
+    /// The last tag. Only white space after it is known so far.
     last: Option<SeenTag>,
     /// True if a line feed follows the last tag.
     line_ended: bool,
@@ -107,7 +107,7 @@ impl EndCandidate {
     }
 }
 
-/// What follows a tag, after white space.
+/// The text after a tag and white space.
 #[derive(Clone, Copy)]
 enum Follow<'a> {
     SameLine,

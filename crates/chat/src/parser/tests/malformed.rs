@@ -69,7 +69,7 @@ const OTHERS: &[(&str, &str, &str)] = &[
     ("maybe", "text", "\"text\""),
 ];
 
-/// How a closing tag is written.
+/// A spelling of a closing tag.
 fn closing(random: &mut Random, tag: &str, misspelt: &[&str], may_be_lost: bool) -> String {
     match random.below(12) {
         0 if may_be_lost => String::new(),
