@@ -106,6 +106,17 @@ impl ResponsesRenderer {
             "metadata": request.metadata.clone().unwrap_or_default(),
         });
         Self {
+            has_summary: summary.is_some(),
+            has_encrypted: request.includes(ENCRYPTED_REASONING),
+            namespaces: request.namespaces(),
+            stored_input: is_stored.then_some(input),
+            ..Self::without_output(state, response)
+        }
+    }
+
+    /// A renderer for a response that has no output yet.
+    fn without_output(state: Arc<ServerState>, response: Value) -> Self {
+        Self {
             state,
             tokenizer: None,
             response,
@@ -115,10 +126,10 @@ impl ResponsesRenderer {
             logprobs: Vec::new(),
             sequence: 0,
             first_event: 0,
-            has_summary: summary.is_some(),
-            has_encrypted: request.includes(ENCRYPTED_REASONING),
-            namespaces: request.namespaces(),
-            stored_input: is_stored.then_some(input),
+            has_summary: false,
+            has_encrypted: false,
+            namespaces: BTreeMap::new(),
+            stored_input: None,
         }
     }
 
@@ -344,21 +355,7 @@ pub fn replay(state: Arc<ServerState>, mut stored: Value, first_event: u64, fram
     response["incomplete_details"] = Value::Null;
     response["completed_at"] = Value::Null;
     response["usage"] = Value::Null;
-    let mut renderer = ResponsesRenderer {
-        state,
-        tokenizer: None,
-        response,
-        output: Vec::new(),
-        open: None,
-        pending: String::new(),
-        logprobs: Vec::new(),
-        sequence: 0,
-        first_event,
-        has_summary: false,
-        has_encrypted: false,
-        namespaces: BTreeMap::new(),
-        stored_input: None,
-    };
+    let mut renderer = ResponsesRenderer { first_event, ..ResponsesRenderer::without_output(state, response) };
     renderer.start(frames, Usage::default());
     for item in items.as_array().into_iter().flatten() {
         renderer.replay_item(frames, item);
