@@ -1,6 +1,6 @@
 //! The JSON types that a tool's schema allows for a parameter, and the conversion of raw text to these types.
 
-use super::{declared::parameters_schema, python};
+use super::python;
 use crate::{
     json_numbers,
     schema::{Document, TypeSet, ValueType, any_value, parameter_sets},
@@ -17,10 +17,9 @@ pub struct JsonTypes {
 }
 
 impl JsonTypes {
-    /// Types of parameter `name` of the tool `function`. `tools` are tool definitions in OpenAI's format. A string if
-    /// the tools do not specify a type.
-    pub fn of(tools: &[Value], function: &str, name: &str) -> Self {
-        let value = parameters_schema(tools, function).map_or_else(ValueType::nothing, |schema| {
+    /// Types of parameter `name` in a tool's schema of parameters. A string if the schema does not specify a type.
+    pub fn of(schema: Option<&Value>, name: &str) -> Self {
+        let value = schema.map_or_else(ValueType::nothing, |schema| {
             let document = Document::new(schema);
             any_value(&parameter_sets(schema, &document), name, &document)
         });
@@ -85,11 +84,11 @@ mod tests {
     use serde_json::json;
 
     fn read(schema: Value, text: &str) -> String {
-        let tools = [json!({"type": "function", "function": {"name": "f", "parameters": {
+        let parameters = json!({
             "type": "object", "properties": {"p": schema},
             "$defs": {"Point": {"type": "object"}, "Loop": {"$ref": "#/$defs/Loop"}}
-        }}})];
-        JsonTypes::of(&tools, "f", "p").json(text)
+        });
+        JsonTypes::of(Some(&parameters), "p").json(text)
     }
 
     #[test]
@@ -149,7 +148,7 @@ mod tests {
         assert_eq!(read(json!({"items": {}}), "[]"), "[]");
         assert_eq!(read(json!({"$ref": "#/$defs/Loop"}), "1"), "\"1\"");
         assert_eq!(read(json!({}), "1"), "\"1\"");
-        assert!(JsonTypes::of(&[], "f", "p").only_string());
+        assert!(JsonTypes::of(None, "p").only_string());
     }
 
     #[test]
@@ -161,8 +160,7 @@ mod tests {
             json!({"$ref": "#/$defs/part", "$defs": {"part": part}}),
             json!({"additionalProperties": {"type": "integer"}}),
         ] {
-            let tools = [json!({"function": {"name": "f", "parameters": parameters}})];
-            assert_eq!(JsonTypes::of(&tools, "f", "p").json("1"), "1", "{parameters}");
+            assert_eq!(JsonTypes::of(Some(&parameters), "p").json("1"), "1", "{parameters}");
         }
     }
 
@@ -239,10 +237,9 @@ mod tests {
             }},
             "P<s>": {"type": "integer"}, "N": {"$anchor": "n", "type": "integer"}
         }});
-        let tools = [json!({"function": {"name": "f", "parameters": parameters}})];
         for name in ["a", "b", "c", "d", "e"] {
-            assert_eq!(JsonTypes::of(&tools, "f", name).json("5"), "5", "{name}");
+            assert_eq!(JsonTypes::of(Some(&parameters), name).json("5"), "5", "{name}");
         }
-        assert_eq!(JsonTypes::of(&tools, "f", "f").json("5"), "\"5\"");
+        assert_eq!(JsonTypes::of(Some(&parameters), "f").json("5"), "\"5\"");
     }
 }
