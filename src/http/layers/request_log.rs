@@ -63,6 +63,7 @@ pub struct RequestLog {
     is_streaming: AtomicBool,
     is_generation: AtomicBool,
     prompt_tokens: AtomicUsize,
+    cached_tokens: AtomicUsize,
     completion_tokens: AtomicUsize,
     first_token: OnceLock<Instant>,
     /// Number of images that were replaced by a sentence.
@@ -88,6 +89,7 @@ impl RequestLog {
             is_streaming: AtomicBool::new(false),
             is_generation: AtomicBool::new(false),
             prompt_tokens: AtomicUsize::new(0),
+            cached_tokens: AtomicUsize::new(0),
             completion_tokens: AtomicUsize::new(0),
             first_token: OnceLock::new(),
             images_not_shown: AtomicUsize::new(0),
@@ -111,6 +113,11 @@ impl RequestLog {
     pub fn add_tokens(&self, prompt: usize, completion: usize) {
         self.prompt_tokens.fetch_add(prompt, Relaxed);
         self.completion_tokens.fetch_add(completion, Relaxed);
+    }
+
+    /// Counts tokens of the prompt that were not computed, because a snapshot had them.
+    pub fn add_cached_tokens(&self, cached: usize) {
+        self.cached_tokens.fetch_add(cached, Relaxed);
     }
 
     /// The first call sets the time of the first generated token.
@@ -147,7 +154,8 @@ struct RequestSentence<'a> {
 impl Display for RequestSentence<'_> {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         let Self { log, status } = self;
-        let [prompt, completion] = [&log.prompt_tokens, &log.completion_tokens].map(|tokens| tokens.load(Relaxed));
+        let counts = [&log.prompt_tokens, &log.cached_tokens, &log.completion_tokens];
+        let [prompt, cached, completion] = counts.map(|tokens| tokens.load(Relaxed));
         if prompt == 0 {
             write!(f, "{} {} {status}, {:.0} ms", log.method, log.path, log.start.elapsed().as_secs_f64() * 1e3)?;
         } else {
@@ -158,7 +166,11 @@ impl Display for RequestSentence<'_> {
                 "/v1/responses" => "response",
                 other => other,
             };
-            write!(f, "{kind} {prompt} -> {completion} tokens, ")?;
+            write!(f, "{kind} {prompt} ")?;
+            if cached > 0 {
+                write!(f, "({cached} cached) ")?;
+            }
+            write!(f, "-> {completion} tokens, ")?;
             if let Some(first) = log.first_token.get() {
                 write!(f, "{:.2} s to first, ", first.duration_since(log.start).as_secs_f64())?;
                 let seconds = first.elapsed().as_secs_f64();
@@ -190,6 +202,7 @@ impl Drop for RequestLog {
                     status,
                     ms = (seconds * 1e4).round() / 10.0,
                     prompt_tokens = self.prompt_tokens.load(Relaxed),
+                    cached_tokens = self.cached_tokens.load(Relaxed),
                     completion_tokens = self.completion_tokens.load(Relaxed),
                     cut_short = self.is_streaming.load(Relaxed),
                     id = self.id,
@@ -292,6 +305,12 @@ mod tests {
         assert!(sentence.contains(" tok/s, 200 method=POST"), "{line}");
         let empty = log_line_of(Method::POST, "/v1/messages", |log| log.add_tokens(5, 0));
         assert!(empty.contains(": message 5 -> 0 tokens, 200 method"), "{empty}");
+        let cached = log_line_of(Method::POST, "/v1/messages", |log| {
+            log.add_tokens(500, 7);
+            log.add_cached_tokens(480);
+        });
+        assert!(cached.contains(": message 500 (480 cached) -> 7 tokens, 200 method"), "{cached}");
+        assert!(cached.contains(" prompt_tokens=500 cached_tokens=480 completion_tokens=7 "), "{cached}");
         let refused = log_line_of(Method::POST, "/v1/messages", |_| ());
         assert!(refused.contains(": POST /v1/messages 200, 0 ms method"), "{refused}");
     }

@@ -408,6 +408,7 @@ impl Drop for Generation {
         // A request that runs out of time is dropped before the engine reports its timeout.
         let outcome = if self.outcome == "cancelled" && self.log.is_late() { "error" } else { self.outcome };
         self.log.add_tokens(0, self.usage.completion_tokens);
+        self.log.add_cached_tokens(self.usage.prompt_tokens_details.cached_tokens);
         self.log.metrics.record_answer(outcome, self.usage.prompt_tokens, self.usage.completion_tokens);
     }
 }
