@@ -4,13 +4,13 @@
 The first answer of a conversation that has a tool TOOL calls it with the command "echo ran > proof.txt" as the
 parameter ARGUMENT. Each WORD is a further parameter, NAME=VALUE. An answer after the result of a tool, or without the
 tool, is text. TOOL "-" writes a block of aider's edit format "whole" instead of a call. With --search, the first answer
-calls Claude Code's ToolSearch for TOOL, and the second answer calls TOOL.
+calls Claude Code's ToolSearch for TOOL, and the second answer calls TOOL. Later turns call TOOL at once.
 
-The script is in the weights. The only layer adds zero to the residual, so the logits depend on the last token alone. It
-is a delta net, because the cost of attention would grow with the square of an agent's long prompt. Each token of the
-script has its own direction in the embeddings, and the row of the next token in the head has the same. The chat
-template ends the prompt with a token that starts the call or the text. The tokenizer is that of the demo model, so long
-prompts have a realistic number of tokens. Uses the standard library only.
+The script is in the weights. The two layers, a delta net and attention, add zero to the residual, so the logits depend
+on the last token alone. With both kinds of layers, prompts are cached in memory and on the disk like those of a real
+model. Each token of the script has its own direction in the embeddings, and the row of the next token in the head has
+the same. The chat template ends the prompt with a token that starts the call or the text. The tokenizer is that of the
+demo model, so long prompts have a realistic number of tokens. Uses the standard library only.
 """
 import json, pathlib, struct, sys
 
@@ -84,13 +84,14 @@ def main():
     when = "messages | length > 1" if tool == "-" else f"'{tool}' in names"
     choice = f"'{CALL}' if {when} and not ns.ran else '{SAY}'"
     if searches:
-        choice = f"'{SEARCH}' if 'ToolSearch' in names and ns.results == 0 else '{CALL}' if ns.results == 1 else '{SAY}'"
+        choice = f"'{SEARCH}' if 'ToolSearch' in names and ns.results == 0 else '{CALL}' if ns.results == 1 or not ns.ran else '{SAY}'"
     settings["chat_template"] = TEMPLATE.replace("CHOICE", choice)
     (out / "tokenizer_config.json").write_text(json.dumps(settings))
     text = json.loads((DEMO / "config.json").read_text())["text_config"]
-    text.update(hidden_size=HIDDEN, num_hidden_layers=1, vocab_size=vocabulary, max_position_embeddings=CONTEXT,
-                num_attention_heads=2, num_key_value_heads=1, head_dim=HEAD, linear_num_key_heads=1,
-                linear_num_value_heads=2, linear_key_head_dim=HEAD, linear_value_head_dim=HEAD, layer_types=["linear_attention"], num_experts=EXPERTS, num_experts_per_tok=2,
+    text.update(hidden_size=HIDDEN, num_hidden_layers=2, vocab_size=vocabulary, max_position_embeddings=CONTEXT,
+                num_attention_heads=1, num_key_value_heads=1, head_dim=HEAD, linear_num_key_heads=1,
+                linear_num_value_heads=2, linear_key_head_dim=HEAD, linear_value_head_dim=HEAD,
+                layer_types=["linear_attention", "full_attention"], num_experts=EXPERTS, num_experts_per_tok=2,
                 moe_intermediate_size=INNER, shared_expert_intermediate_size=INNER, mtp_num_hidden_layers=0)
     config = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe", "text_config": text,
               "eos_token_id": end, "tie_word_embeddings": False}
@@ -127,8 +128,6 @@ def write_weights(path, chains, vocabulary, end):
     put(head, end, HIDDEN - 1, gain)
     tensor("model.norm.weight", HIDDEN, fill=one)
     at = "model.layers.0."
-    tensor(at + "input_layernorm.weight", HIDDEN, fill=one)
-    tensor(at + "post_attention_layernorm.weight", HIDDEN, fill=one)
     tensor(at + "linear_attn.A_log", 2, kind="F32")
     tensor(at + "linear_attn.conv1d.weight", 4 * HEAD, 4, 1)
     tensor(at + "linear_attn.dt_bias", 2)
@@ -138,12 +137,22 @@ def write_weights(path, chains, vocabulary, end):
     tensor(at + "linear_attn.in_proj_z.weight", 2 * HEAD, HIDDEN)
     tensor(at + "linear_attn.norm.weight", HEAD, fill=one)
     tensor(at + "linear_attn.out_proj.weight", HIDDEN, 2 * HEAD)
-    tensor(at + "mlp.gate.weight", EXPERTS, HIDDEN)
-    tensor(at + "mlp.shared_expert_gate.weight", 1, HIDDEN)
-    for part, shape in (("shared_expert", ()), ("switch_mlp", (EXPERTS,))):
-        tensor(f"{at}mlp.{part}.gate_proj.weight", *shape, INNER, HIDDEN)
-        tensor(f"{at}mlp.{part}.up_proj.weight", *shape, INNER, HIDDEN)
-        tensor(f"{at}mlp.{part}.down_proj.weight", *shape, HIDDEN, INNER)
+    at = "model.layers.1."
+    tensor(at + "self_attn.q_proj.weight", 2 * HEAD, HIDDEN)  # query and gate
+    tensor(at + "self_attn.k_proj.weight", HEAD, HIDDEN)
+    tensor(at + "self_attn.v_proj.weight", HEAD, HIDDEN)
+    tensor(at + "self_attn.o_proj.weight", HIDDEN, HEAD)
+    tensor(at + "self_attn.q_norm.weight", HEAD, fill=one)
+    tensor(at + "self_attn.k_norm.weight", HEAD, fill=one)
+    for at in ("model.layers.0.", "model.layers.1."):
+        tensor(at + "input_layernorm.weight", HIDDEN, fill=one)
+        tensor(at + "post_attention_layernorm.weight", HIDDEN, fill=one)
+        tensor(at + "mlp.gate.weight", EXPERTS, HIDDEN)
+        tensor(at + "mlp.shared_expert_gate.weight", 1, HIDDEN)
+        for part, shape in (("shared_expert", ()), ("switch_mlp", (EXPERTS,))):
+            tensor(f"{at}mlp.{part}.gate_proj.weight", *shape, INNER, HIDDEN)
+            tensor(f"{at}mlp.{part}.up_proj.weight", *shape, INNER, HIDDEN)
+            tensor(f"{at}mlp.{part}.down_proj.weight", *shape, HIDDEN, INNER)
     header, offset = {"__metadata__": {"format": "mlx"}}, 0
     for name, (kind, shape, data) in tensors.items():
         header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [offset, offset + len(data)]}
