@@ -30,6 +30,8 @@
 //! request of an API -> GenerationRequest -> prompt -> token ids -> engine::Request -> Event -> delta -> SSE frame
 //! ```
 
+#![cfg_attr(not(test), deny(clippy::print_stderr, clippy::print_stdout))]
+
 pub mod cli;
 pub mod command;
 pub mod config;

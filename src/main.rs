@@ -1,5 +1,7 @@
 //! Parses the command line, sets up logging, runs the command, and sets the exit code.
 
+#![deny(clippy::print_stderr, clippy::print_stdout)]
+
 mod version;
 
 use clap::error::ErrorKind;
@@ -8,6 +10,7 @@ use moestro::{
     command::{
         cache, completions, generate, launch, list, local_models, log, man, pack, ps, pull, rm, run as chat, serve,
         service, show_config,
+        text::{print, print_line, print_note},
     },
     config::{
         GenerateConfig, ServeConfig,
@@ -18,24 +21,21 @@ use moestro::{
     tools::{bench, doctor, info, synth},
 };
 use moestro_base::platform::gpu_variables::set_gpu_variables;
-use std::{
-    io::{self, Write},
-    process::{ExitCode, exit},
-};
+use std::process::{ExitCode, exit};
 
 fn main() -> ExitCode {
     set_gpu_variables();
     let translated = foreign_flags::translate(std::env::args_os()).unwrap_or_else(|sentence| {
-        eprintln!("moestro: {sentence}");
+        print_note(format_args!("moestro: {sentence}"));
         exit(2)
     });
     for note in &translated.notes {
-        eprintln!("moestro: {note}");
+        print_note(format_args!("moestro: {note}"));
     }
     // A usage error exits here with clap's message and exit code 2.
     let (mut cli, mut settings) = config_file::parse(translated.args).unwrap_or_else(|error| match error.kind() {
         ErrorKind::DisplayVersion => {
-            let _ = writeln!(io::stdout(), "moestro {}", version::whole());
+            print_line(format_args!("moestro {}", version::whole()));
             exit(0)
         }
         _ => error.exit(),
@@ -48,7 +48,7 @@ fn main() -> ExitCode {
     }) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("moestro: {error}{}", local_models::hint(&error, &settings));
+            print_note(format_args!("moestro: {error}{}", local_models::hint(&error, &settings)));
             ExitCode::from(error.exit_code())
         }
     }
@@ -76,13 +76,13 @@ fn run(command: Command, settings: &Settings) -> Result<(), CommandError> {
         Command::Synth(args) => synth::command::run(&args),
         Command::Man { dir } => man::man(&dir),
         Command::Service(args) => service::run(args),
-        Command::Config(_) => print(show_config::report(settings).as_bytes()),
-        Command::Completions { shell } => print(&completions::completions(shell)),
+        Command::Config(_) => {
+            print(show_config::report(settings));
+            Ok(())
+        }
+        Command::Completions { shell } => {
+            print(completions::completions(shell));
+            Ok(())
+        }
     }
-}
-
-/// Prints `text`. A closed stdout is not an error.
-fn print(text: &[u8]) -> Result<(), CommandError> {
-    let _ = io::stdout().write_all(text);
-    Ok(())
 }

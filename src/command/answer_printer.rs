@@ -1,6 +1,10 @@
 //! Prints an answer on the terminal while it streams, and its figures at the end.
 
-use super::{markdown::MarkdownView, text::printable, word_wrap::WordWrap};
+use super::{
+    markdown::MarkdownView,
+    text::{PrintableStream, print_note, print_to_stderr},
+    word_wrap::WordWrap,
+};
 use crate::error::CommandError;
 use moestro_engine::Timings;
 use std::{
@@ -62,7 +66,7 @@ fn width(stream: &impl AsFd) -> usize {
 }
 
 pub fn print_dimmed(text: &str) {
-    if has_colours(&io::stderr()) { eprintln!("\x1b[2m{text}\x1b[0m") } else { eprintln!("{text}") }
+    if has_colours(&io::stderr()) { print_note(format_args!("\x1b[2m{text}\x1b[0m")) } else { print_note(text) }
 }
 
 /// Prints an answer while it streams. Content goes to stdout, and reasoning to stderr, dimmed on a terminal. If only
@@ -76,6 +80,8 @@ pub struct AnswerPrinter {
     shows_progress: bool,
     /// `None` if stdout is not a terminal, and gets the content as it is.
     view: Option<MarkdownView>,
+    printable_content: PrintableStream,
+    printable_reasoning: PrintableStream,
     content: String,
     reasoning: String,
 }
@@ -89,6 +95,8 @@ impl AnswerPrinter {
             reasoning_lines: None,
             shows_progress: false,
             view: stdout.is_terminal().then(|| MarkdownView::new(has_colours(&stdout))),
+            printable_content: PrintableStream::default(),
+            printable_reasoning: PrintableStream::default(),
             content: String::new(),
             reasoning: String::new(),
         }
@@ -99,8 +107,9 @@ impl AnswerPrinter {
         if self.dims && total >= LONG_PROMPT {
             self.shows_progress = true;
             let percent = 100 * tokens / total.max(1);
-            eprint!("\r\x1b[K\x1b[2mreading the prompt: {tokens} of {total} tokens ({percent} %)\x1b[0m");
-            let _ = io::stderr().flush();
+            print_to_stderr(format_args!(
+                "\r\x1b[K\x1b[2mreading the prompt: {tokens} of {total} tokens ({percent} %)\x1b[0m"
+            ));
         }
     }
 
@@ -113,8 +122,8 @@ impl AnswerPrinter {
         let begins = self.reasoning_lines.is_none() && self.dims;
         let lines = self.reasoning_lines.get_or_insert_default();
         lines.width = width(&io::stderr());
-        lines.push(&printable(text));
-        eprint!("{}{}", if begins { "\x1b[2m" } else { "" }, lines.take());
+        lines.push(&self.printable_reasoning.push(text));
+        print_to_stderr(format_args!("{}{}", if begins { "\x1b[2m" } else { "" }, lines.take()));
     }
 
     pub fn content(&mut self, text: &str) -> Result<(), CommandError> {
@@ -122,7 +131,7 @@ impl AnswerPrinter {
         self.end_reasoning();
         self.content.push_str(text);
         match &mut self.view {
-            Some(view) => write_content(&view.push(&printable(text), width(&io::stdout()))),
+            Some(view) => write_content(&view.push(&self.printable_content.push(text), width(&io::stdout()))),
             None => write_content(text),
         }
     }
@@ -140,13 +149,13 @@ impl AnswerPrinter {
 
     fn end_progress(&mut self) {
         if mem::take(&mut self.shows_progress) {
-            eprint!("\r\x1b[K");
+            print_to_stderr("\r\x1b[K");
         }
     }
 
     fn end_reasoning(&mut self) {
         if let Some(mut lines) = self.reasoning_lines.take() {
-            eprintln!("{}{}", lines.finish(), if self.dims { "\x1b[0m\n" } else { "" });
+            print_note(format_args!("{}{}", lines.finish(), if self.dims { "\x1b[0m\n" } else { "" }));
         }
     }
 }

@@ -9,7 +9,7 @@ use crate::{
 use axum::{
     Router,
     body::{Body, BodyDataStream},
-    http::{Request, Response, header},
+    http::{Request, Response, StatusCode, header},
 };
 use hyper::{client::conn::http1, service::Service};
 use hyper_util::{rt::TokioIo, service::TowerToHyperService};
@@ -86,15 +86,24 @@ impl ApiClient {
     }
 
     fn ask_within(&self, limit: Duration, path: &str, body: Option<&Value>) -> Result<Value, CommandError> {
-        self.block_on(async {
-            let answer = async { self.send(path, body).await?.json().await };
-            timeout(limit, answer).await.unwrap_or_else(|late| Err(failed(&self.name(path), late)))
-        })
+        self.block_on(within(limit, &self.name(path), async { self.send(path, body).await?.whole().await?.json() }))
     }
 
-    /// The state of the server, if a server answers.
+    /// The state of the server, if a server of Moestro answers.
     pub fn health(&self) -> Option<Value> {
-        self.ask("/health", None).ok().filter(|health| health["version"].is_string())
+        self.state().ok().filter(|health| health["version"].is_string())
+    }
+
+    /// The state of the server. A server that has no model yet reports its state with an HTTP error.
+    ///
+    /// # Errors
+    /// The server cannot be reached, or does not report a state.
+    pub fn state(&self) -> Result<Value, CommandError> {
+        self.block_on(within(TIMEOUT, &self.name("/health"), async {
+            let response = self.send("/health", None).await?.whole().await?;
+            let state = response.checked(&response.unused).ok().filter(|state| state["status"].is_string());
+            state.map_or_else(|| response.json(), Ok)
+        }))
     }
 
     /// The entry of a model in the server's list.
@@ -137,11 +146,7 @@ impl ApiClient {
     /// The server cannot be reached, or refuses the request.
     pub async fn stream(&self, path: &str, body: &Value) -> Result<ApiResponse, CommandError> {
         let response = self.send(path, Some(body)).await?;
-        if response.is_success {
-            return Ok(response);
-        }
-        let name = response.name.clone();
-        response.json().await.and_then(|_| Err(failed(&name, "the server refused the request")))
+        if response.status.is_success() { Ok(response) } else { Err(response.whole().await?.refusal()) }
     }
 
     async fn send(&self, path: &str, body: Option<&Value>) -> Result<ApiResponse, CommandError> {
@@ -184,7 +189,7 @@ impl ApiClient {
 pub struct ApiResponse {
     /// The request, for errors.
     name: String,
-    is_success: bool,
+    status: StatusCode,
     body: BodyDataStream,
     /// Bytes of the body that were not used yet.
     unused: Vec<u8>,
@@ -194,9 +199,9 @@ pub struct ApiResponse {
 
 impl ApiResponse {
     fn new(name: String, response: Response<Body>, connection: JoinSet<hyper::Result<()>>) -> Self {
-        let is_success = response.status().is_success();
+        let status = response.status();
         let body = response.into_body().into_data_stream();
-        Self { name, is_success, body, unused: Vec::new(), _connection: connection }
+        Self { name, status, body, unused: Vec::new(), _connection: connection }
     }
 
     /// Reads the next bytes of the body. Returns false at its end.
@@ -213,9 +218,23 @@ impl ApiResponse {
     }
 
     /// Reads the whole body.
-    async fn json(mut self) -> Result<Value, CommandError> {
+    async fn whole(mut self) -> Result<Self, CommandError> {
         while self.read().await? {}
-        self.checked(&self.unused)
+        Ok(self)
+    }
+
+    /// The JSON of a body that was read.
+    ///
+    /// # Errors
+    /// The status or the body is an error, or the body is no JSON.
+    fn json(&self) -> Result<Value, CommandError> {
+        if self.status.is_success() { self.checked(&self.unused) } else { Err(self.refusal()) }
+    }
+
+    /// The error of a response whose status is an error: the server's sentence, or else the status.
+    fn refusal(&self) -> CommandError {
+        let stated = serde_json::from_slice(&self.unused).ok().and_then(|body| stated_error(&body));
+        stated.unwrap_or_else(|| failed(&self.name, format!("the server answers with status {}", self.status)))
     }
 
     /// The next event of a stream. `None` at its end.
@@ -243,17 +262,31 @@ impl ApiResponse {
     /// # Errors
     /// It is an error, or no JSON.
     fn checked(&self, text: &[u8]) -> Result<Value, CommandError> {
-        let value: Value = serde_json::from_slice(text).map_err(|error| failed(&self.name, error))?;
-        let error = &value["error"];
-        if let (Some(prompt), Some(context)) = (error["n_prompt_tokens"].as_u64(), error["n_ctx"].as_u64()) {
-            // The server's own sentence speaks to the writer of a client.
-            return Err(CommandError::Service(format!("the prompt has {prompt} tokens, the context {context}")));
-        }
-        match error["message"].as_str() {
-            Some(reason) => Err(CommandError::Service(printable(reason).into_owned())),
-            None => Ok(value),
-        }
+        let not_json = |error| failed(&self.name, format!("the server's answer is not JSON: {error}"));
+        let value = serde_json::from_slice(text).map_err(not_json)?;
+        stated_error(&value).map_or(Ok(value), Err)
     }
+}
+
+/// The error that a response of the server states.
+fn stated_error(response: &Value) -> Option<CommandError> {
+    let error = &response["error"];
+    if let (Some(prompt), Some(context)) = (error["n_prompt_tokens"].as_u64(), error["n_ctx"].as_u64()) {
+        // The server's own sentence speaks to the writer of a client.
+        return Some(CommandError::Service(format!("the prompt has {prompt} tokens, the context {context}")));
+    }
+    // Other servers send the sentence without an object.
+    let sentence = error["message"].as_str().or(error.as_str())?;
+    Some(CommandError::Service(printable(sentence).into_owned()))
+}
+
+/// Waits for the answer to the request `name`.
+async fn within<T>(
+    limit: Duration,
+    name: &str,
+    answer: impl Future<Output = Result<T, CommandError>>,
+) -> Result<T, CommandError> {
+    timeout(limit, answer).await.unwrap_or_else(|late| Err(failed(name, late)))
 }
 
 async fn connect(args: &RemoteArgs) -> Result<TcpStream, CommandError> {

@@ -3,7 +3,7 @@
 use super::{
     confirm::confirmed,
     local_models::{self, CatalogEntry, Origin},
-    text::{printable, short_path, show, table},
+    text::{print_note, printable, short_path, show, table},
 };
 use crate::{
     cli::{self, values::CacheKind},
@@ -60,7 +60,7 @@ pub fn run(args: &cli::CacheArgs, settings: &Settings) -> Result<(), CommandErro
     }
     rows.retain(|row| args.remove.contains(&row.kind));
     if rows.is_empty() {
-        eprintln!("there is nothing of this kind");
+        print_note("there is nothing of this kind");
         return Ok(());
     }
     let freed = Size(rows.iter().map(|row| row.bytes).sum());
@@ -71,7 +71,7 @@ pub fn run(args: &cli::CacheArgs, settings: &Settings) -> Result<(), CommandErro
     for row in &rows {
         remove(row).map_err(CommandError::io(row.path.display().to_string()))?;
     }
-    eprintln!("freed {freed}");
+    print_note(format_args!("freed {freed}"));
     Ok(())
 }
 

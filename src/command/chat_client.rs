@@ -8,6 +8,7 @@ use super::{
     device_choice::DeviceChoice,
     load::{describe_plan, host_model, load_model},
     local_models,
+    text::print_note,
 };
 use crate::{
     cli::model_args::{DraftArgs, LoadArgs, PromptCacheArgs, RemoteArgs},
@@ -51,7 +52,9 @@ impl ChatClient {
                 Ok(false) => {}
                 Err(error) => {
                     let address = server.address().unwrap_or_default();
-                    eprintln!("moestro: cannot use the server at {address}: {error}; loading the model here");
+                    print_note(format_args!(
+                        "moestro: cannot use the server at {address}: {error}; loading the model here"
+                    ));
                 }
             }
         }

@@ -1,5 +1,6 @@
 //! Line editor of a terminal chat. The history is kept between chats.
 
+use super::text::print_note;
 use crate::error::CommandError;
 use moestro_base::platform::os;
 use rustyline::{
@@ -107,7 +108,7 @@ impl LineEditor {
         if let Err(error) = kept
             && let Some(file) = self.file.take()
         {
-            eprintln!("moestro: {}: {error}; this chat's history is not saved", file.display());
+            print_note(format_args!("moestro: {}: {error}; this chat's history is not saved", file.display()));
         }
     }
 }

@@ -38,7 +38,7 @@ complete -c moestro -n "__fish_seen_subcommand_from @COMMANDS@" -a "(moestro lis
 "#;
 
 /// Generates a completion script.
-pub fn completions(shell: Shell) -> Vec<u8> {
+pub fn completions(shell: Shell) -> String {
     let mut script = Vec::new();
     clap_complete::generate(shell, &mut help::command(), "moestro", &mut script);
     let mut script = String::from_utf8_lossy(&script).into_owned();
@@ -48,7 +48,7 @@ pub fn completions(shell: Shell) -> Vec<u8> {
         Shell::Zsh => script = with_models_in_zsh(&script),
         _ => {}
     }
-    script.into_bytes()
+    script
 }
 
 /// Replaces zsh's default action for arguments and options that take a model.
@@ -75,10 +75,10 @@ mod tests {
     #[test]
     fn scripts_complete_models() {
         for shell in [Shell::Bash, Shell::Zsh, Shell::Fish] {
-            let script = String::from_utf8(completions(shell)).unwrap();
+            let script = completions(shell);
             assert!(script.contains("moestro list"), "{shell}");
         }
-        let zsh = String::from_utf8(completions(Shell::Zsh)).unwrap();
+        let zsh = completions(Shell::Zsh);
         assert!(zsh.starts_with("#compdef moestro\n") && zsh.contains(":_moestro_models'"), "{zsh}");
     }
 }

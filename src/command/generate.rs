@@ -4,6 +4,7 @@ use super::{
     answer_printer::figures,
     chat_client::{ChatClient, message},
     chat_settings::AnswerOptions,
+    text::print_note,
 };
 use crate::{
     config::{GenerateConfig, config_file::Settings},
@@ -22,11 +23,11 @@ pub fn answer_once(chat: ChatClient, config: &GenerateConfig) -> Result<(), Comm
     let messages: Vec<_> = system.chain(config.prompt.iter().map(|text| message("user", text))).collect();
     let answer = chat.answer(&messages, &AnswerOptions::new(config), pending())?;
     if let Some(end) = answer.end {
-        eprintln!("{}", figures(&end.timings));
+        print_note(figures(&end.timings));
         if end.is_cut && answer.content.is_empty() {
-            eprintln!(
+            print_note(
                 "the answer reached its token limit while the model reasoned; raise --max-tokens or --ctx-size, or use \
-                 --thinking off"
+                 --thinking off",
             );
         }
     }

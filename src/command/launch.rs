@@ -5,7 +5,7 @@ use super::{
     api_client::{self, ApiClient},
     confirm::confirmed,
     local_models,
-    text::printable,
+    text::{print, print_note, print_to_stderr, printable},
 };
 use crate::{
     cli,
@@ -48,20 +48,20 @@ pub fn run(args: &cli::LaunchArgs, settings: &Settings) -> Result<(), CommandErr
     let setup = target.setup(args.agent, &dir.join("agents"));
     let shown = describe(&setup, args);
     if args.dry_run {
-        print!("{shown}");
+        print(shown);
         return Ok(());
     }
-    eprint!("{shown}");
+    print_to_stderr(shown);
     if target.model == crate::demo::NAME {
-        eprintln!(
-            "moestro: the demo model only tests the connection; agents need a model such as those of `moestro list`"
+        print_note(
+            "moestro: the demo model only tests the connection; agents need a model such as those of `moestro list`",
         );
     }
     if target.context <= SMALL_CONTEXT {
         let context = target.context;
-        eprintln!(
+        print_note(format_args!(
             "moestro: the context has {context} tokens; agents need more than {SMALL_CONTEXT} (--ctx-size of serve)"
-        );
+        ));
     }
     if !setup.files.is_empty() {
         if !args.yes && !confirmed("Write these files and start the agent?")? {
@@ -123,7 +123,7 @@ fn card(remote: &ApiClient, model: &str) -> Result<Value, CommandError> {
     if known["context_length"].is_u64() {
         return Ok(known);
     }
-    eprintln!("loading {}", printable(model));
+    print_note(format_args!("loading {}", printable(model)));
     let hello = json!([{"role": "user", "content": "Hi"}]);
     remote.ask_model("/v1/chat/completions", &json!({"model": model, "messages": hello, "max_tokens": 1}))?;
     find()
@@ -212,7 +212,7 @@ impl OwnServer {
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(File::create(&log).map_err(failed)?);
         // Ctrl-C on the terminal must reach the agent only.
         let mut child = command.process_group(0).spawn().map_err(failed)?;
-        eprintln!("starting a server; its log is {}", log.display());
+        print_note(format_args!("starting a server; its log is {}", log.display()));
         let mut line = String::new();
         let stdout = child.stdout.take();
         let read = stdout.map(|stdout| BufReader::new(stdout).read_line(&mut line));
@@ -232,7 +232,7 @@ impl OwnServer {
 impl Drop for OwnServer {
     fn drop(&mut self) {
         if io::stderr().is_terminal() {
-            eprintln!("stopping the server");
+            print_note("stopping the server");
         }
         os::terminate(self.0.id());
         let _ = self.0.wait();

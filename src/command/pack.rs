@@ -1,6 +1,6 @@
 //! `moestro pack`: writes or verifies a pack. A pack has one page-aligned record per expert.
 
-use super::{checkpoint_meta::resolve, progress};
+use super::{checkpoint_meta::resolve, progress, text::print_line};
 use crate::{cli, config::ModelSource, error::CommandError};
 use moestro_base::error::StoreError;
 use moestro_model::{
@@ -45,14 +45,14 @@ fn write(args: &cli::tool_args::PackArgs, dir: &Path, found: &CheckpointInfo) ->
         let count: u64 = found.tables.iter().map(|table| table.rows).sum();
         let out = out.display();
         let size = Size(rows);
-        println!("{out}: {count} rows of the n-gram table, {size}, written and verified");
+        print_line(format_args!("{out}: {count} rows of the n-gram table, {size}, written and verified"));
     } else if !summary.written {
-        println!("{}: the pack is up to date", out.display());
+        print_line(format_args!("{}: the pack is up to date", out.display()));
     }
     if summary.written {
         let out = out.display();
         let size = Size(summary.bytes);
-        println!("{out}: {} experts, {size}, written and verified in {seconds:.1} s", summary.experts);
+        print_line(format_args!("{out}: {} experts, {size}, written and verified in {seconds:.1} s", summary.experts));
     }
     Ok(())
 }
@@ -76,9 +76,15 @@ fn verify(args: &cli::tool_args::PackArgs, dir: &Path, found: &CheckpointInfo) -
         let (experts, rows) = compared?;
         let seconds = begin.elapsed().as_secs_f64();
         if rows > 0 {
-            println!("{}: {rows} rows of the n-gram table are identical to the checkpoint", pack.display());
+            print_line(format_args!(
+                "{}: {rows} rows of the n-gram table are identical to the checkpoint",
+                pack.display()
+            ));
         }
-        println!("{}: {experts} experts are identical to the checkpoint, compared in {seconds:.1} s", pack.display());
+        print_line(format_args!(
+            "{}: {experts} experts are identical to the checkpoint, compared in {seconds:.1} s",
+            pack.display()
+        ));
     }
     Ok(())
 }

@@ -1,14 +1,17 @@
 //! `moestro ps` and `stop`: show or unload the model of a running server.
 
-use super::{api_client::ApiClient, text::table};
+use super::{
+    api_client::ApiClient,
+    text::{print, print_line, table},
+};
 use crate::{cli, error::CommandError};
 use moestro_model::plan::Size;
 use serde_json::Value;
 
 /// Prints the loaded model and the load of the server, or that no model is loaded.
 pub fn ps(args: &cli::PsArgs) -> Result<(), CommandError> {
-    let health = ApiClient::remote(&args.remote)?.ask("/health", None)?;
-    print!("{}", report(&health));
+    let health = ApiClient::remote(&args.remote)?.state()?;
+    print(report(&health));
     Ok(())
 }
 
@@ -39,10 +42,10 @@ pub fn stop(args: &cli::StopArgs) -> Result<(), CommandError> {
     let server = ApiClient::remote(&args.remote)?;
     let name = match &args.name {
         Some(name) => name.clone(),
-        None => match server.ask("/health", None)?["model"].as_str() {
+        None => match server.state()?["model"].as_str() {
             Some(loaded) => loaded.to_owned(),
             None => {
-                println!("no model is in memory");
+                print_line("no model is in memory");
                 return Ok(());
             }
         },

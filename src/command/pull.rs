@@ -1,6 +1,10 @@
 //! `moestro pull org/name`: downloads a model. `serve org/name` does the same for a model that is not on this machine.
 
-use super::{download_speed::DownloadSpeed, progress, text::printable};
+use super::{
+    download_speed::DownloadSpeed,
+    progress,
+    text::{print_line, print_note, printable},
+};
 use crate::{
     cli,
     config::{hub_id, is_hub_id},
@@ -48,10 +52,10 @@ pub fn run(args: &cli::PullArgs) -> Result<(), CommandError> {
         return Ok(());
     }
     let dir = download_with_bar(id, &args.revision)?;
-    println!("{}", printable(&dir.to_string_lossy()));
+    print_line(printable(&dir.to_string_lossy()));
     if io::stdout().is_terminal() && !progress::is_quiet() {
         let name = if args.revision == MAIN { id.into() } else { dir.to_string_lossy() };
-        eprintln!("next: moestro run {}", printable(&name));
+        print_note(format_args!("next: moestro run {}", printable(&name)));
     }
     Ok(())
 }
@@ -64,12 +68,16 @@ pub fn find_or_download(id: &str) -> Result<PathBuf, CommandError> {
     }
 }
 
-/// Ends a running download and saves its progress. For programs that handle the signals that end them.
-pub fn interrupt() {
-    if let Some(hub) = RUNNING.lock().upgrade() {
-        hub.interrupt();
+/// Ends a running download and saves its progress. Returns false if no download is running, or if it was interrupted
+/// before. For programs that handle the signals that end them.
+pub fn interrupt() -> bool {
+    // Saving takes time, so the lock must be free before it begins.
+    let hub = RUNNING.lock().upgrade();
+    let is_new = hub.is_some_and(|hub| hub.interrupt());
+    if is_new {
         tracing::info!("{INTERRUPTED}");
     }
+    is_new
 }
 
 /// Downloads a model. Shows a progress bar and the model's licence.
@@ -82,7 +90,7 @@ fn download_with_bar(id: &str, revision: &str) -> Result<PathBuf, CommandError> 
         bar.set_position(progress.on_disk);
     })?;
     if let Some(licence) = licence(&dir).filter(|_| !progress::is_quiet()) {
-        eprintln!("licence of {id}: {licence}");
+        print_note(format_args!("licence of {id}: {licence}"));
     }
     Ok(dir)
 }
@@ -126,7 +134,7 @@ fn end_at_signal(hub: &Hub, bar: &ProgressBar, ended: &Receiver<()>) {
             hub.interrupt();
             bar.finish_and_clear();
             if !progress::is_quiet() {
-                eprintln!("{INTERRUPTED}");
+                print_note(INTERRUPTED);
             }
             DeferredSignals::deliver();
         }

@@ -4,7 +4,7 @@ use super::{
     cache,
     confirm::confirmed,
     local_models::{self, Origin},
-    text::printable,
+    text::{print_note, printable},
 };
 use crate::{
     cli,
@@ -63,14 +63,14 @@ pub fn remove(args: &cli::RmArgs, settings: &Settings) -> Result<(), CommandErro
             cache::remove_path(pack).map_err(CommandError::io(pack.display().to_string()))?;
         }
     } else if !packs.is_empty() {
-        eprintln!(
+        print_note(format_args!(
             "deleted {}; its pack ({pack_bytes}) stays: `moestro cache --remove packs` removes all packs, and `moestro rm --all` \
              deletes a model with its pack",
             entry.id
-        );
+        ));
         return Ok(());
     }
-    eprintln!("deleted {}{with_packs}", entry.id);
+    print_note(format_args!("deleted {}{with_packs}", entry.id));
     Ok(())
 }
 

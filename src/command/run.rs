@@ -5,8 +5,8 @@ use super::{
     chat_client::{ChatClient, message},
     chat_input::{LineEditor, LineEvent},
     chat_settings::{self, AnswerOptions, ChatSettings},
-    conversation_file, generate, local_models, progress,
-    text::printable,
+    conversation_file, generate, local_models, progress, pull,
+    text::{print_line, print_note, printable},
 };
 use crate::{
     cli::model_args::RemoteArgs,
@@ -14,10 +14,18 @@ use crate::{
     demo,
     error::CommandError,
 };
+use moestro_base::platform::DeferredSignals;
 use serde_json::{Value, json};
 use std::{
-    mem,
+    future::pending,
     path::{Path, PathBuf},
+    process::exit,
+    thread,
+};
+use tokio::{
+    runtime,
+    signal::unix::{SignalKind, signal},
+    sync::oneshot,
 };
 
 const HELP: &str = "\
@@ -37,7 +45,7 @@ const HELP: &str = "\
                   ends in \\ continues on the next line
 Up, Down, Ctrl-R  earlier texts, also of earlier chats; a line that
                   starts with a space is not saved
-Ctrl-C            interrupts an answer, or clears the line
+Ctrl-C            interrupts an answer or a download, or clears the line
 Ctrl-D            ends the chat; so does Ctrl-C twice on an empty line";
 
 /// Commands of the chat. A command that may have an argument ends with a space.
@@ -54,7 +62,7 @@ fn completions() -> Vec<String> {
 pub fn run(config: GenerateConfig, remote: &RemoteArgs, settings: &Settings) -> Result<(), CommandError> {
     let model = ChatClient::open(&config, remote, settings)?;
     if model.id == demo::NAME && !progress::is_quiet() {
-        eprintln!("{}", demo::ABOUT);
+        print_note(demo::ABOUT);
     }
     if config.prompt.is_some() {
         return generate::answer_once(model, &config);
@@ -94,9 +102,9 @@ struct ChatSession {
 impl ChatSession {
     fn run(&mut self) -> Result<(), CommandError> {
         if let Some(model) = &self.model {
-            println!("{}", printable(&model.describe()));
+            print_line(printable(&model.describe()));
         }
-        println!("/help shows the commands");
+        print_line("/help shows the commands");
         let mut input = LineEditor::new(completions())?;
         let mut twice = false;
         loop {
@@ -120,13 +128,17 @@ impl ChatSession {
                 Some(("bye" | "exit" | "quit", _)) => return Ok(()),
                 Some((name, rest)) => match self.execute(name, rest) {
                     Ok(line) if line.is_empty() => {}
-                    Ok(line) => println!("{}", printable(&line)),
-                    Err(CommandError::Usage(why)) => println!("{}", printable(&why)),
+                    Ok(line) => print_line(printable(&line)),
+                    Err(CommandError::Usage(why)) => print_line(printable(&why)),
                     Err(error) => return Err(error),
                 },
                 None => {
                     let question = self.question(&text);
-                    self.send(question)?;
+                    if self.send(question)? {
+                        self.next_images.clear();
+                    } else if !self.next_images.is_empty() {
+                        print_note("the image goes with the next text; /clear removes it");
+                    }
                 }
             }
         }
@@ -144,7 +156,7 @@ impl ChatSession {
                 Ok("the conversation is empty".into())
             }
             "image" if rest.is_empty() => usage("/image needs the path of a PNG, JPEG, WebP or GIF file"),
-            "image" => self.add_image(rest).map_err(CommandError::Usage),
+            "image" => with_ctrl_c(|| self.add_image(rest)).map_err(CommandError::Usage),
             "retry" => {
                 let before = self.messages.clone();
                 let Some(question) = self.last_question() else { return usage("there is no message to answer again") };
@@ -182,7 +194,7 @@ impl ChatSession {
                 };
                 Ok(all.into_iter().map(line).collect::<Vec<_>>().join("\n"))
             }
-            "model" => self.switch(rest),
+            "model" => with_ctrl_c(|| self.switch(rest)),
             "show" => {
                 let model = self.model.as_ref().map_or(String::new(), ChatClient::describe);
                 Ok(format!("{model}\n{} messages\n{}", self.messages.len(), self.settings))
@@ -230,12 +242,13 @@ impl ChatSession {
     }
 
     /// The user's message with this text and the next images.
-    fn question(&mut self, text: &str) -> Value {
+    fn question(&self, text: &str) -> Value {
         if self.next_images.is_empty() {
             return message("user", text);
         }
-        self.next_images.push(json!({"type": "text", "text": text}));
-        json!({"role": "user", "content": mem::take(&mut self.next_images)})
+        let mut content = self.next_images.clone();
+        content.push(json!({"type": "text", "text": text}));
+        json!({"role": "user", "content": content})
     }
 
     /// Sends a message to the model. A failed answer does not end the chat. Returns false if the answer has failed, and
@@ -249,7 +262,7 @@ impl ChatSession {
         let TerminalAnswer { content, reasoning, end } = match answer {
             Err(error @ (CommandError::Service(_) | CommandError::Io { .. })) => {
                 self.messages.pop();
-                eprintln!("moestro: {error}");
+                print_note(format_args!("moestro: {error}"));
                 return Ok(false);
             }
             other => other?,
@@ -279,8 +292,37 @@ fn command(text: &str) -> Option<(&str, &str)> {
 /// Waits for Ctrl-C.
 async fn interrupted() {
     if tokio::signal::ctrl_c().await.is_err() {
-        std::future::pending().await
+        pending().await
     }
+}
+
+/// Calls `work`. Ctrl-C interrupts its download, or ends the program if there is no download or it was interrupted
+/// before. By default, Ctrl-C ends a program, but not any more after [`interrupted`] has waited for it once.
+fn with_ctrl_c<T>(work: impl FnOnce() -> T) -> T {
+    let Ok(runtime) = runtime::Builder::new_current_thread().enable_all().build() else { return work() };
+    let context = runtime.enter();
+    let Ok(mut ctrl_c) = signal(SignalKind::interrupt()) else { return work() };
+    drop(context);
+    let (running, mut ended) = oneshot::channel::<()>();
+    thread::scope(|scope| {
+        let watch = move || {
+            // Other signals that end the process must reach the thread that saves a download.
+            let _signals = DeferredSignals::begin();
+            runtime.block_on(async {
+                loop {
+                    tokio::select! {
+                        _ = &mut ended => return,
+                        _ = ctrl_c.recv() => if !pull::interrupt() { exit(130) },
+                    }
+                }
+            })
+        };
+        // If the thread cannot be started, Ctrl-C has no effect.
+        let _ = thread::Builder::new().name("ctrl-c".into()).spawn_scoped(scope, watch);
+        let outcome = work();
+        drop(running);
+        outcome
+    })
 }
 
 #[cfg(test)]

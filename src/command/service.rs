@@ -1,5 +1,6 @@
 //! `moestro service`: installs and controls a service that runs `moestro serve` from login or from the first request.
 
+use super::text::print_line;
 use crate::service::{Service, ServiceCommand, ServiceManager, ServiceStep, command_line};
 use crate::{cli, error::CommandError};
 use moestro_base::platform::os;
@@ -32,12 +33,14 @@ pub fn run(args: cli::ServiceArgs) -> Result<(), CommandError> {
     if install.dry_run {
         for step in service.steps(manager, action) {
             match step {
-                ServiceStep::Write(path, text) => println!("write {}:\n{text}", path.display()),
-                ServiceStep::Remove(path) => println!("remove {}", path.display()),
+                ServiceStep::Write(path, text) => print_line(format_args!("write {}:\n{text}", path.display())),
+                ServiceStep::Remove(path) => print_line(format_args!("remove {}", path.display())),
                 ServiceStep::Run(words) | ServiceStep::Try(words) | ServiceStep::Retry(words, _) => {
-                    println!("run {}", command_line(&words));
+                    print_line(format_args!("run {}", command_line(&words)));
                 }
-                ServiceStep::WaitUntilGone(words) => println!("repeat until it fails: {}", command_line(&words)),
+                ServiceStep::WaitUntilGone(words) => {
+                    print_line(format_args!("repeat until it fails: {}", command_line(&words)))
+                }
             }
         }
         return Ok(());

@@ -1,4 +1,7 @@
 //! Text for the terminal: reports, tables, and text of other programs without control characters.
+//!
+//! The program prints with these functions. `println!` and `eprintln!` panic if the other end of a pipe is closed or a disk
+//! is full, so the crate denies them.
 
 use serde::Serialize;
 use std::{
@@ -11,13 +14,58 @@ use std::{
 /// Prints a report as text or as one JSON object. A closed stdout is not an error.
 pub fn show(report: &(impl Display + Serialize), json: bool) {
     let text = if json { serde_json::to_string_pretty(report).unwrap_or_default() + "\n" } else { report.to_string() };
-    let _ = io::stdout().write_all(text.as_bytes());
+    print(text);
+}
+
+/// Prints text to stdout. A closed stdout is not an error.
+pub fn print(text: impl Display) {
+    let mut stdout = io::stdout().lock();
+    let _ = write!(stdout, "{text}").and_then(|()| stdout.flush());
+}
+
+/// Prints a line to stdout. A closed stdout is not an error.
+pub fn print_line(line: impl Display) {
+    print(format_args!("{line}\n"));
+}
+
+/// Prints text to stderr. A closed stderr is not an error.
+pub fn print_to_stderr(text: impl Display) {
+    let _ = write!(io::stderr().lock(), "{text}");
+}
+
+/// Prints a line for the user to stderr. A closed stderr is not an error.
+pub fn print_note(line: impl Display) {
+    print_to_stderr(format_args!("{line}\n"));
 }
 
 /// Replaces control characters except line feed and tab, so that text from other programs cannot control the terminal.
+/// A carriage return before a line feed is removed.
 pub fn printable(text: &str) -> Cow<'_, str> {
     let is_control = |c: char| c.is_control() && !matches!(c, '\n' | '\t');
-    if text.contains(is_control) { text.replace(is_control, "\u{fffd}").into() } else { text.into() }
+    if text.contains(is_control) {
+        text.replace("\r\n", "\n").replace(is_control, "\u{fffd}").into()
+    } else {
+        text.into()
+    }
+}
+
+/// Makes streamed text printable. A line end may be cut between two pieces.
+#[derive(Debug, Default)]
+pub struct PrintableStream {
+    /// True if the last piece ended in a carriage return, which is held until the next piece.
+    holds_return: bool,
+}
+
+impl PrintableStream {
+    /// The next piece of the text.
+    pub fn push(&mut self, piece: &str) -> String {
+        let mut text = if self.holds_return { format!("\r{piece}") } else { piece.to_owned() };
+        self.holds_return = text.ends_with('\r');
+        if self.holds_return {
+            text.pop();
+        }
+        printable(&text).into_owned()
+    }
 }
 
 /// Aligns the columns of a table with a header. Columns are separated by two spaces. The last column is not padded.
@@ -59,5 +107,18 @@ mod tests {
     fn control_characters_are_replaced() {
         assert_eq!(printable("a\tb\n"), "a\tb\n");
         assert_eq!(printable("a\x1b]52;c;eA==\x07\u{9b}1m\r"), "a\u{fffd}]52;c;eA==\u{fffd}\u{fffd}1m\u{fffd}");
+        assert_eq!(printable("a\r\nb\rc\r\r\n"), "a\nb\u{fffd}c\u{fffd}\n");
+    }
+
+    #[test]
+    fn line_ends_are_independent_of_cuts() {
+        let text = "a\r\nb\rc\r\r\n\r\n\td\x07é";
+        for first in (0..=text.len()).filter(|&at| text.is_char_boundary(at)) {
+            for second in (first..=text.len()).filter(|&at| text.is_char_boundary(at)) {
+                let mut stream = PrintableStream::default();
+                let pieces = [&text[..first], &text[first..second], &text[second..]];
+                assert_eq!(pieces.map(|piece| stream.push(piece)).concat(), printable(text), "{pieces:?}");
+            }
+        }
     }
 }

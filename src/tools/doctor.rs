@@ -10,7 +10,7 @@ mod report;
 
 use crate::{
     cli,
-    command::text::show,
+    command::text::{print_note, show},
     error::CommandError,
     tools::machine_report::{self, MachineReport},
 };
@@ -56,7 +56,7 @@ pub fn run(args: &cli::tool_args::DoctorArgs, version: &str) -> Result<(), Comma
         Some(Ok(machine)) => {
             let whole = WholeReport { checks: report, machine };
             show(&whole, args.json);
-            eprintln!("saved for `moestro info` in {}", machine_report::save(&whole)?.display());
+            print_note(format_args!("saved for `moestro info` in {}", machine_report::save(&whole)?.display()));
         }
     }
     if wrong.is_empty() {
@@ -72,7 +72,7 @@ fn measure_machine(report: &DoctorReport, any_gpu: bool) -> Result<MachineReport
     let times = report.gpu.as_ref().ok().and_then(|gpu| gpu.times);
     let wait = times.map_or(0.0, |times| times.wait / 1e6);
     let dir = os::cache_dir().unwrap_or_else(std::env::temp_dir).join("doctor-report");
-    eprintln!("measuring this machine; it takes some minutes and 5 GB of disk, which are freed at the end");
+    print_note("measuring this machine; it takes some minutes and 5 GB of disk, which are freed at the end");
     machine::measure(&open, wait, &ReportModels::like_35b(), &dir)
 }
 

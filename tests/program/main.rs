@@ -1,6 +1,7 @@
 //! Tests of the program from the outside: its commands, files, memory and signals.
 
 mod attacks;
+mod broken_output;
 mod cgroup;
 mod cli;
 #[cfg(target_os = "linux")]

@@ -374,6 +374,15 @@ fn images_are_shown_to_every_model() {
         chat.say("/retry", "answer 4 tokens");
         chat.say("/save chat.json", "the conversation has images; /clear deletes it");
         chat.say("And now?", "answer 4 tokens");
+        // A failed message leaves its image for the next one.
+        chat.say("/clear", "the conversation is empty");
+        chat.say(&format!("/image {image}"), "noise.jpg: 10 tokens");
+        chat.say(&format!("/set system {}", "zebra ".repeat(600)), "zebra");
+        chat.say("What is this?", "the image goes with the next text");
+        chat.say("/set system", "system");
+        chat.say("What is this?", "answer 4 tokens");
+        chat.say("/save chat.json", "the conversation has images");
+        chat.say("And now?", "answer 4 tokens");
         chat.end(CTRL_D);
     }
     server.kill().unwrap();
@@ -449,6 +458,40 @@ fn answer_is_drawn_on_a_terminal_only() {
     assert!(shown.contains("Use **bold words** and\r\n`code`:"), "{shown:?}");
     let piped = isolated(MOESTRO, home.path()).args(args.split(' ')).output().unwrap();
     assert_eq!(String::from_utf8_lossy(&piped.stdout), format!("{markdown}\n"));
+}
+
+#[test]
+fn windows_line_ends_are_drawn_as_line_ends() {
+    let home = tempfile::tempdir().unwrap();
+    let (port, _) = scripted_server("one\r\n\r\ntwo\r\n", false);
+    let args = format!("run --port {port} -p Hi");
+    let shown = Terminal::begin(home.path(), &args).wait("answer 0 tokens");
+    assert!(shown.contains("one\r\n\r\ntwo\r\n") && !shown.contains('\u{fffd}'), "{shown:?}");
+    let piped = isolated(MOESTRO, home.path()).args(args.split(' ')).output().unwrap();
+    assert_eq!(String::from_utf8_lossy(&piped.stdout), "one\r\n\r\ntwo\r\n\n");
+}
+
+/// After an answer, the program handles Ctrl-C itself for the rest of its life.
+#[cfg(feature = "hub")]
+#[test]
+fn ctrl_c_interrupts_download_of_other_model() {
+    use test_support::hub::TestHub;
+
+    let hub = TestHub::new(&[("config.json", b"{}".to_vec()), ("model.safetensors", vec![1; 64 << 20])]);
+    hub.change(|state| state.bytes_per_second = Some(1 << 20));
+    let home = tempfile::tempdir().unwrap();
+    let mut chat = Terminal::begin_with(home.path(), &format!("HF_ENDPOINT={}", hub.endpoint), CHAT);
+    chat.wait(">>> ");
+    for _ in 0..2 {
+        chat.say("What is 12+7?", "12 + 7 = 19.");
+        chat.press("/model org/name\r");
+        chat.wait("MiB of 64");
+        chat.press(CTRL_C);
+        chat.wait("the download of org/name was interrupted; its progress is saved");
+        chat.wait(">>> ");
+    }
+    chat.say("/show", "moestro-demo on cpu");
+    chat.end(CTRL_D);
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! `moestro synth`: writes a checkpoint with a real model's dimensions and random weights.
 
-use crate::command::progress;
+use crate::command::{progress, text::print_line};
 use crate::{
     cli, demo,
     error::CommandError,
@@ -28,7 +28,7 @@ pub fn run(args: &cli::tool_args::SynthArgs) -> Result<(), CommandError> {
     let size = Size(bytes);
     let rate = bytes as f64 / seconds / 1e6;
     let files = if shards == 1 { "shard" } else { "shards" };
-    println!("{out}: {size} in {tensors} tensors and {shards} {files}, {seconds:.1} s, {rate:.0} MB/s");
+    print_line(format_args!("{out}: {size} in {tensors} tensors and {shards} {files}, {seconds:.1} s, {rate:.0} MB/s"));
     Ok(())
 }
 

@@ -173,9 +173,10 @@ impl Hub {
         Ok(download.snapshot)
     }
 
-    /// Ends a running download, and waits until its progress is saved. The caller then ends the process.
-    pub fn interrupt(&self) {
-        self.interrupt.request();
+    /// Ends a running download, and waits until its progress is saved. Further downloads of this hub fail. Returns false
+    /// if this was called before.
+    pub fn interrupt(&self) -> bool {
+        self.interrupt.request()
     }
 
     fn check_free_space(&self, needed: u64) -> Result<(), StoreError> {

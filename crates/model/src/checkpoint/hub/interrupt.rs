@@ -2,7 +2,7 @@
 
 use moestro_base::error::StoreError;
 use parking_lot::{Condvar, Mutex};
-use std::time::Duration;
+use std::{mem, time::Duration};
 
 /// Maximum time that an interruption waits for the disk.
 const SAVE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -25,11 +25,13 @@ struct InterruptState {
 pub struct RunningDownload<'a>(&'a DownloadInterrupt);
 
 impl DownloadInterrupt {
-    /// Requests the end, and waits until the progress is saved. Connections may still wait for bytes.
-    pub fn request(&self) {
+    /// Requests the end, and waits until the progress is saved. Connections may still wait for bytes. Returns false if
+    /// the end was requested before.
+    pub fn request(&self) -> bool {
         let mut state = self.state.lock();
-        state.is_requested = true;
+        let is_new = !mem::replace(&mut state.is_requested, true);
         self.changed.wait_while_for(&mut state, |state| state.is_unsaved, SAVE_TIMEOUT);
+        is_new
     }
 
     pub fn is_requested(&self) -> bool {

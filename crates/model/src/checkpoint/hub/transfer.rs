@@ -230,7 +230,10 @@ impl<'a> Transfer<'a> {
                 return;
             }
             if self.interrupt.is_requested() {
-                state.error = Some(StoreError::Other(format!("the download of {} was interrupted", self.download.id)));
+                state.error = Some(StoreError::Other(format!(
+                    "the download of {} was interrupted; its progress is saved",
+                    self.download.id
+                )));
                 self.changed.notify_all();
                 drop(state);
                 self.save();
