@@ -28,6 +28,10 @@ impl DownloadSpeed {
 
     fn record_at(&self, now: Instant, received: u64) {
         let mut samples = self.0.lock();
+        // The time until the first bytes arrive is no part of the speed.
+        if samples.back().is_some_and(|(_, before)| *before == 0) {
+            samples.clear();
+        }
         if samples.back().is_none_or(|(last, _)| now.duration_since(*last) >= SAMPLE_INTERVAL) {
             samples.push_back((now, received));
         }
@@ -47,6 +51,18 @@ impl DownloadSpeed {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn wait_for_first_bytes_is_not_counted() {
+        let speed = DownloadSpeed::default();
+        let start = Instant::now();
+        let at = |tenths: u64| start + Duration::from_millis(100 * tenths);
+        speed.record_at(at(0), 0);
+        for tenth in 20..=50 {
+            speed.record_at(at(tenth), (tenth - 19) * 1_000_000);
+        }
+        assert!((speed.per_second_at(at(50)) / 1e7 - 1.0).abs() < 0.01, "{}", speed.per_second_at(at(50)));
+    }
 
     #[test]
     fn speed_is_that_of_last_seconds() {

@@ -209,7 +209,10 @@ impl OwnServer {
         if let Some(key) = &args.remote.api_key {
             command.env("MOESTRO_API_KEY", key);
         }
-        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(File::create(&log).map_err(failed)?);
+        let log_file = File::create(&log).map_err(failed)?;
+        // The server inherits the lock, which keeps `moestro cache` from removing the log.
+        let _ = log_file.try_lock_shared();
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(log_file);
         // Ctrl-C on the terminal must reach the agent only.
         let mut child = command.process_group(0).spawn().map_err(failed)?;
         print_note(format_args!("starting a server; its log is {}", log.display()));

@@ -3,7 +3,7 @@
 //! errors from before the log is open.
 
 use std::{
-    fs::{self, File},
+    fs::{self, File, TryLockError},
     io::{self, Write},
     path::{Path, PathBuf},
 };
@@ -15,12 +15,19 @@ const MAX_BYTES: u64 = 16 << 20;
 /// Maximum number of log files.
 const MAX_FILES: usize = 8;
 
+/// True if a running server writes to this log, which is a file or the directory of [`LogFiles`]. Then it is locked.
+pub fn is_log_in_use(log: &Path) -> bool {
+    File::open(log).is_ok_and(|log| matches!(log.try_lock(), Err(TryLockError::WouldBlock)))
+}
+
 /// A writer of whole lines. If the current file is full, it starts a new file and deletes the oldest file.
 pub struct LogFiles {
     dir: PathBuf,
     file: File,
     bytes: u64,
     max_bytes: u64,
+    /// The locked directory. If the file system has no locks, this is an unlocked file.
+    _dir_lock: File,
 }
 
 impl LogFiles {
@@ -34,8 +41,10 @@ impl LogFiles {
 
     fn with_size(dir: &Path, max_bytes: u64) -> io::Result<Self> {
         fs::create_dir_all(dir)?;
+        let dir_lock = File::open(dir)?;
+        let _ = dir_lock.try_lock_shared();
         let (file, bytes) = append(dir)?;
-        let files = Self { dir: dir.into(), file, bytes, max_bytes };
+        let files = Self { dir: dir.into(), file, bytes, max_bytes, _dir_lock: dir_lock };
         files.bound_stderr();
         Ok(files)
     }
@@ -118,6 +127,15 @@ mod tests {
         assert_eq!(last(NAME), Ok(9999));
         assert_eq!(last("moestro.log.1"), Ok(9989));
         assert_eq!(last("moestro.log.7"), Ok(9929));
+    }
+
+    #[test]
+    fn open_log_is_in_use() {
+        let dir = tempfile::tempdir().unwrap();
+        let logs = [(); 2].map(|()| LogFiles::open(dir.path()).unwrap());
+        assert!(is_log_in_use(dir.path()));
+        drop(logs);
+        assert!(!is_log_in_use(dir.path()) && !is_log_in_use(&dir.path().join("none")));
     }
 
     #[test]

@@ -142,6 +142,9 @@ fn end_at_signal(hub: &Hub, bar: &ProgressBar, ended: &Receiver<()>) {
 }
 
 /// The result of a download. If the hub cannot be reached, the complete copy on this machine.
+///
+/// # Errors
+/// The download has failed. Another copy on this machine may be of an older revision.
 fn newest_or_local(
     outcome: Result<PathBuf, StoreError>,
     hub: &Hub,
@@ -153,6 +156,10 @@ fn newest_or_local(
         Err(error) => error,
     };
     let Some(dir) = hub.local(id).filter(|_| revision == MAIN) else { return Err(error.into()) };
+    if !matches!(error, StoreError::Unreachable(_)) {
+        let kept = "the complete copy on this machine was kept, and may not be the newest revision";
+        return Err(CommandError::Service(format!("{error}; {kept}")));
+    }
     tracing::warn!(%error, "cannot reach the hub; using the complete copy on this machine, which may not be the newest revision");
     Ok(dir)
 }

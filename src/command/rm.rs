@@ -11,7 +11,10 @@ use crate::{
     config::{self, config_file::Settings},
     error::CommandError,
 };
-use moestro_model::{checkpoint::hub::Hub, plan::Size};
+use moestro_model::{
+    checkpoint::{hub::Hub, pack},
+    plan::Size,
+};
 use std::{
     fs, io,
     path::{Path, PathBuf},
@@ -60,7 +63,7 @@ pub fn remove(args: &cli::RmArgs, settings: &Settings) -> Result<(), CommandErro
     removed.map_err(CommandError::io(dir.display().to_string()))?;
     if args.all {
         for pack in &packs {
-            cache::remove_path(pack).map_err(CommandError::io(pack.display().to_string()))?;
+            pack::remove(pack).map_err(CommandError::io(pack.display().to_string()))?;
         }
     } else if !packs.is_empty() {
         print_note(format_args!(

@@ -132,6 +132,49 @@ fn packs_are_shown_and_removed() {
     assert!(text.contains("deleted lab/S and its pack (") && count() == before - 1, "{text}");
 }
 
+#[test]
+fn linked_and_partial_files_are_shown() {
+    use std::os::unix::fs::symlink;
+
+    let home = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let elsewhere = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let model = copy_demo(home.path(), "lab/S");
+    let moved = elsewhere.path().join("S");
+    fs::rename(&model, &moved).unwrap();
+    symlink(&moved, &model).unwrap();
+    let cache = home.path().join(".cache/moestro");
+    let fill = |dir: PathBuf| {
+        fs::create_dir_all(&dir).unwrap();
+        fs::write(dir.join("file"), vec![1; 100_000]).unwrap();
+    };
+    let target = elsewhere.path().join("kernels");
+    fill(target.clone());
+    fs::create_dir_all(&cache).unwrap();
+    symlink(&target, cache.join("cuda")).unwrap();
+    fill(cache.join("packs/.12-34.partial"));
+    let pack = elsewhere.path().join("pack");
+    let out = pack.to_str().unwrap();
+    assert!(moestro(home.path(), &[], &["pack", "lab/S", "--out", out]).status.success());
+
+    let text = output_of(home.path(), &[], &["cache"]);
+    let row =
+        |start: &str| text.lines().find(|line| line.starts_with(start)).unwrap_or_else(|| panic!("{start}: {text}"));
+    assert!(row("models ").contains("lab/S (a link to "), "{text}");
+    assert!(row("kernels ").contains("the GPU (a link to ") && row("kernels ").contains(" KiB "), "{text}");
+    let packs: Vec<&str> = text.lines().filter(|line| line.starts_with("packs ")).collect();
+    assert!(packs.iter().any(|line| line.contains("an interrupted `moestro pack` (not complete)")), "{text}");
+    assert!(packs.iter().any(|line| line.contains("lab/S (a link to ")), "{text}");
+
+    let text = output_of(home.path(), &[], &["cache", "--remove", "packs,kernels", "--yes"]);
+    assert!(text.contains("freed ") && text.contains(" KiB"), "{text}");
+    let count = |dir: &Path| fs::read_dir(dir).unwrap().count();
+    assert_eq!((count(&target), cache.join("cuda").is_symlink()), (0, true));
+    assert!(pack.join("pack.json").exists() || count(&pack) > 0, "only the link to a pack elsewhere is removed");
+    assert!(!cache.join("packs/.12-34.partial").exists());
+    let text = output_of(home.path(), &[], &["cache"]);
+    assert!(!text.contains("packs "), "{text}");
+}
+
 /// A `systemctl` that does what `script` says, and no other program.
 #[cfg(target_os = "linux")]
 fn fake_systemctl(home: &Path, script: &str) -> String {

@@ -1,6 +1,6 @@
 //! Tests of `moestro launch` with scripts in place of the agents.
 
-use crate::program::moestro;
+use crate::program::{MOESTRO, moestro};
 use std::{
     fs,
     net::{TcpListener, TcpStream},
@@ -18,6 +18,7 @@ fn install(home: &Path, agent: &str) {
         echo \"key $ANTHROPIC_AUTH_TOKEN$OPENAI_API_KEY$MOESTRO_API_KEY removed $ANTHROPIC_API_KEY.\"\n\
         echo \"arguments $*\"\n\
         test -n \"$OPENCODE_CONFIG\" && cat \"$OPENCODE_CONFIG\"\n\
+        test -n \"$CLEANER\" && $CLEANER\n\
         exit 7\n";
     let path = bin.join(agent);
     fs::write(&path, script).unwrap();
@@ -84,4 +85,20 @@ fn missing_agent_or_model_is_an_error() {
     install(home.path(), "codex");
     let nowhere = stderr_of(&["codex", "--port", &port, "--model", "/no/model"]);
     assert!(nowhere.contains("the server did not start: no such directory: /no/model"), "{nowhere}");
+}
+
+#[test]
+fn log_of_running_server_is_kept() {
+    let (home, port) = (tempfile::tempdir().unwrap(), free_port());
+    install(home.path(), "claude");
+    let log = home.path().join(".local/state/moestro/launch.log");
+    let cleaner = format!("{MOESTRO} cache --remove logs --yes");
+    // The agent cleans up while its server is running.
+    let variables = [("CLEANER", &*cleaner), ("MOESTRO_LOG", "debug")];
+    let output = launch_with(home.path(), &variables, &["claude", "--port", &port]);
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(stderr.contains("a running server writes to it") && stderr.contains("freed 0"), "{stderr}");
+    assert!(log.exists());
+    let after = moestro(home.path()).args(["cache", "--remove", "logs", "--yes"]).output().unwrap();
+    assert!(after.status.success() && !log.exists(), "{after:?}");
 }

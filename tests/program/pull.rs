@@ -156,6 +156,16 @@ fn pulled_demo_works_offline() {
     let info = moestro(&["info", "org/name", "--json"], unreachable, home.path());
     let report: serde_json::Value = serde_json::from_slice(&info.stdout).unwrap();
     assert_eq!((&report["model"], &report["plan"]["strategy"]), (&"org/name".into(), &"resident".into()));
+    // A copy on this machine does not hide that the newest revision cannot be downloaded.
+    hub.change(|state| {
+        state.commit = Some("1".repeat(40));
+        state.files.insert("model.safetensors".into(), vec![1; 1000]);
+        state.corrupts = true;
+    });
+    let failed = moestro(&["pull", "org/name"], &hub.endpoint, home.path());
+    let stderr = String::from_utf8_lossy(&failed.stderr);
+    assert!(stderr.contains("SHA-256") && stderr.contains("the complete copy on this machine was kept"), "{stderr}");
+    assert_eq!((failed.status.code(), failed.stdout.is_empty()), (Some(1), true), "{stderr}");
     let other = moestro(&["serve", "org/other"], &hub.endpoint, home.path());
     let stderr = String::from_utf8_lossy(&other.stderr);
     assert!(!other.status.success() && stderr.contains("org/other: the hub has no such model"), "{stderr}");

@@ -51,6 +51,8 @@ pub enum StoreError {
     },
     /// The slots of the experts could not be allocated.
     Memory(String),
+    /// A hub does not list the files of a model, because it cannot be reached.
+    Unreachable(String),
     /// The demo model cannot be written to any of its directories.
     DemoUnwritable(Vec<StoreError>),
     Other(String),
@@ -76,7 +78,7 @@ impl StoreError {
                 let refused: Vec<String> = refused.iter().map(|error| error.text(show)).collect();
                 format!("cannot write the demo model anywhere: {}", refused.join("; "))
             }
-            Self::Memory(why) | Self::Other(why) => why.clone(),
+            Self::Memory(why) | Self::Unreachable(why) | Self::Other(why) => why.clone(),
         }
     }
 

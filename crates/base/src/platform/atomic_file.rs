@@ -29,11 +29,19 @@ impl PartialDir {
         fs::create_dir_all(parent)?;
         let path = parent.join(format!(".{name}.partial"));
         if path.exists() {
-            lock(&path)?;
-            fs::remove_dir_all(&path)?;
+            Self::remove_abandoned(&path)?;
         }
         fs::create_dir(&path)?;
         Ok(Self { is_finished: false, _lock: lock(&path)?, path })
+    }
+
+    /// Removes the temporary directory that a killed process has left.
+    ///
+    /// # Errors
+    /// A process is writing to the directory.
+    pub fn remove_abandoned(path: &Path) -> io::Result<()> {
+        let _lock = lock(path)?;
+        fs::remove_dir_all(path)
     }
 
     pub fn path(&self) -> &Path {

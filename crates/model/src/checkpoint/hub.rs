@@ -38,7 +38,7 @@ use std::{
     ffi::OsStr,
     fs::{self, File},
     io,
-    path::{Path, PathBuf},
+    path::PathBuf,
     time::Duration,
 };
 use transfer::{OnProgress, download_files};
@@ -46,6 +46,15 @@ use transfer::{OnProgress, download_files};
 /// Maximum number of bytes per request.
 const PIECE_BYTES: u64 = 32 << 20;
 const ENDPOINT: &str = "https://huggingface.co";
+
+/// Files of a model that no complete revision uses.
+#[derive(Debug, PartialEq)]
+pub struct UnusedFiles {
+    pub id: String,
+    /// The directory of the files.
+    pub dir: PathBuf,
+    pub files: Vec<PathBuf>,
+}
 
 /// A hub, and the cache of its files on this machine.
 pub struct Hub {
@@ -92,28 +101,28 @@ impl Hub {
         cache::ids(&self.cache).into_iter().filter_map(|id| Some((id.clone(), self.local(&id)?))).collect()
     }
 
-    /// The ids of models with unfinished files, and the path of each such file. Other programs also write files `*.part`
-    /// here, but no map.
-    pub fn unfinished(&self) -> Vec<(String, PathBuf)> {
-        let parts = |id: String| {
-            let blobs = HubCache::new(&self.cache, &id).blobs();
-            let files = fs::read_dir(blobs).into_iter().flatten().flatten().map(|entry| entry.path());
-            let is_hash = |path: &Path| path.file_stem().and_then(OsStr::to_str).is_some_and(cache::is_hash);
-            let is_part = |path: &Path| path.extension().is_some_and(|ending| ending == "part");
-            let parts = files.filter(|path| is_part(path) && is_hash(path) && path.with_extension("map").exists());
-            parts.map(|path| (id.clone(), path)).collect::<Vec<_>>()
+    /// Files that no complete revision of a model uses: those of unfinished downloads, and of older revisions. Only
+    /// models with such files are listed.
+    pub fn unused(&self) -> Vec<UnusedFiles> {
+        let unused = |id: String| {
+            let cache = HubCache::new(&self.cache, &id);
+            let files = cache.unused_blobs();
+            (!files.is_empty()).then(|| UnusedFiles { id, dir: cache.blobs(), files })
         };
-        cache::ids(&self.cache).into_iter().flat_map(parts).collect()
+        cache::ids(&self.cache).into_iter().filter_map(unused).collect()
     }
 
-    /// Deletes an unfinished file.
+    /// Deletes the [`UnusedFiles`] of a model.
     ///
     /// # Errors
-    /// A process is downloading the file, or a file cannot be deleted.
-    pub fn remove_unfinished(part: &Path) -> io::Result<()> {
-        let lock = FileLock::try_lock(File::create(part.with_extension("lock"))?);
-        let _lock = lock.map_err(|_| io::Error::other("it is being downloaded"))?;
-        [part.to_owned(), part.with_extension("map")].iter().try_for_each(fs::remove_file)
+    /// A process is downloading the model, or a file cannot be deleted.
+    pub fn remove_unused(&self, id: &str) -> io::Result<()> {
+        let cache = HubCache::new(&self.cache, id);
+        let locks = cache::entries(&cache.blobs()).filter(|path| path.extension() == Some(OsStr::new("lock")));
+        let lock = |path: PathBuf| FileLock::try_lock(File::open(path)?).map_err(io::Error::from);
+        let _locks: Vec<FileLock> =
+            locks.map(lock).collect::<io::Result<_>>().map_err(|_| io::Error::other("it is being downloaded"))?;
+        cache.remove_blobs(&cache.unused_blobs())
     }
 
     /// Deletes all downloaded files of a model, including older revisions.

@@ -36,7 +36,7 @@ mod verify;
 mod write;
 
 pub use super::identity::fingerprint;
-pub use find::{Pack, all, candidates, default_dir, find, link};
+pub use find::{Pack, all, candidates, default_dir, find, is_complete, link, remove};
 pub use row_file::PackedRows;
 pub use rows::{find_rows, row_blocks, verify_rows, write_rows, write_with_rows};
 pub use verify::verify;

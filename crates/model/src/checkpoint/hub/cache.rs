@@ -8,7 +8,7 @@ use moestro_base::platform::{atomic_file::replace_file, read_small_file};
 use std::{
     collections::BTreeSet,
     env,
-    ffi::OsString,
+    ffi::{OsStr, OsString},
     fs, io,
     path::{Path, PathBuf},
 };
@@ -64,6 +64,17 @@ pub fn ids(root: &Path) -> Vec<String> {
     ids
 }
 
+/// Paths of the entries of a directory, which may be missing.
+pub fn entries(dir: &Path) -> impl Iterator<Item = PathBuf> + use<> {
+    fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path())
+}
+
+/// Paths of all files and links below a directory.
+fn files_below(dir: &Path) -> Vec<PathBuf> {
+    let below = |path: PathBuf| if path.is_dir() && !path.is_symlink() { files_below(&path) } else { vec![path] };
+    entries(dir).flat_map(below).collect()
+}
+
 /// The directory of one model in the cache.
 #[derive(Debug, Clone)]
 pub struct HubCache {
@@ -104,6 +115,43 @@ impl HubCache {
     /// Records that the repository does not have these files.
     pub fn mark_absent(&self, commit: &str, names: &BTreeSet<String>) -> io::Result<()> {
         names.iter().try_for_each(|name| replace_file(&self.absent(commit).join(name), &[]))
+    }
+
+    /// Downloaded and partial files of commits that are not recorded as complete ([`HubCache::set_commit`]).
+    ///
+    /// Other programs share this directory. A file counts only if it was downloaded under a lock in this directory, as
+    /// Moestro does it. A partial file counts if it has a map, which other programs do not write.
+    pub fn unused_blobs(&self) -> Vec<PathBuf> {
+        let refs = files_below(&self.dir.join("refs")).into_iter();
+        let used: BTreeSet<OsString> = refs
+            .filter_map(|path| String::from_utf8(read_small_file(&path, 1 << 10).ok()?).ok())
+            .filter(|commit| is_hash(commit.trim()))
+            .flat_map(|commit| files_below(&self.snapshot(commit.trim())))
+            .filter_map(|link| Some(fs::read_link(link).ok()?.file_name()?.to_owned()))
+            .collect();
+        let is_unused = |path: &PathBuf| {
+            let has = |ending: &str| path.with_extension(ending).exists();
+            path.file_stem().and_then(OsStr::to_str).is_some_and(is_hash)
+                && match path.extension().and_then(OsStr::to_str) {
+                    None => has("lock") && path.file_name().is_some_and(|name| !used.contains(name)),
+                    Some(ending) => ending == "part" && has("map"),
+                }
+        };
+        let mut unused: Vec<PathBuf> = entries(&self.blobs()).filter(is_unused).collect();
+        unused.sort();
+        unused
+    }
+
+    /// Deletes downloaded and partial files, and the links to them.
+    pub fn remove_blobs(&self, blobs: &[PathBuf]) -> io::Result<()> {
+        for blob in blobs {
+            fs::remove_file(blob)?;
+            let _ = fs::remove_file(blob.with_extension("map"));
+        }
+        let names: BTreeSet<_> = blobs.iter().filter_map(|blob| blob.file_name()).collect();
+        let is_dangling =
+            |link: &PathBuf| fs::read_link(link).is_ok_and(|to| to.file_name().is_some_and(|to| names.contains(to)));
+        files_below(&self.dir.join("snapshots")).iter().filter(|link| is_dangling(link)).try_for_each(fs::remove_file)
     }
 
     fn absent(&self, commit: &str) -> PathBuf {

@@ -187,7 +187,11 @@ impl HubClient {
             RequestError::Status { status, .. } => format!("the hub returned status {status}"),
             RequestError::Invalid(why) => format!("{endpoint} sent {why}"),
             RequestError::Connection(why) => {
-                format!("cannot reach {endpoint}: {why}; check the network, HTTPS_PROXY and HF_ENDPOINT")
+                let why = format!("cannot reach {endpoint}: {why}; check the network, HTTPS_PROXY and HF_ENDPOINT");
+                if file.is_empty() {
+                    return StoreError::Unreachable(format!("{what}: {why}"));
+                }
+                why
             }
         };
         StoreError::Other(format!("{what}: {why}"))

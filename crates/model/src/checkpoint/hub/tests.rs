@@ -198,7 +198,7 @@ fn further_templates_are_pulled() {
 }
 
 #[test]
-fn shards_only_in_index_do_not_block_model() {
+fn model_is_complete_without_unpublished_shards() {
     let hub = TestHub::new(&model());
     let home = tempfile::tempdir().unwrap();
     hub.change(|state| _ = state.files.remove("model-2.safetensors"));
@@ -437,22 +437,45 @@ fn full_disk_is_reported_in_gigabytes() {
 }
 
 #[test]
-fn unfinished_files_in_use_are_not_removed() {
+fn files_of_unfinished_download_are_removed() {
+    let hub = TestHub::new(&model());
     let home = tempfile::tempdir().unwrap();
-    let hub = hub_of(&TestHub::new(&model()), home.path());
+    let client = hub_of(&hub, home.path());
     let blobs = home.path().join("hub/models--org--name/blobs");
-    fs::create_dir_all(&blobs).unwrap();
-    let hash = "a".repeat(64);
-    let part = blobs.join(format!("{hash}.part"));
-    // Written by other programs.
-    let others = [format!("{hash}.sync.part"), format!("{}.part", "b".repeat(64))];
-    for name in others.iter().chain([&format!("{hash}.part"), &format!("{hash}.map")]) {
-        fs::write(blobs.join(name), name).unwrap();
-    }
-    assert_eq!(hub.unfinished(), [("org/name".to_owned(), part.clone())]);
-    let lock = FileLock::try_lock(fs::File::create(part.with_extension("lock")).unwrap()).unwrap();
-    assert!(Hub::remove_unfinished(&part).is_err() && part.exists());
+    let [first, second] = [noise(1, 300_000), noise(2, 200_000)].map(|bytes| blobs.join(hash(&bytes)));
+    hub.change(|state| {
+        state.disconnects = vec![("model-2.safetensors".into(), 70_000)];
+        state.disconnects.extend(vec![("model-2.safetensors".to_string(), 0); MAX_ATTEMPTS as usize + 1]);
+    });
+    client.pull("org/name", "main", &|_| ()).unwrap_err();
+    let [unused] = client.unused().try_into().unwrap();
+    assert_eq!((&*unused.id, &unused.dir), ("org/name", &blobs));
+    assert!([first.clone(), second.with_extension("part")].iter().all(|file| unused.files.contains(file)));
+    // Other programs write these.
+    let others = [format!("{}.sync.part", "a".repeat(64)), format!("{}.part", "b".repeat(64)), "c".repeat(64)];
+    others.iter().for_each(|name| fs::write(blobs.join(name), name).unwrap());
+    assert_eq!(client.unused(), [unused]);
+
+    let lock = FileLock::try_lock(File::create(second.with_extension("lock")).unwrap()).unwrap();
+    assert!(client.remove_unused("org/name").unwrap_err().to_string().contains("being downloaded"));
+    assert!(first.exists());
     drop(lock);
-    Hub::remove_unfinished(&part).unwrap();
-    assert!(hub.unfinished().is_empty() && others.iter().all(|name| blobs.join(name).exists()));
+    client.remove_unused("org/name").unwrap();
+    assert!(client.unused().is_empty() && !first.exists() && others.iter().all(|name| blobs.join(name).exists()));
+    let links = fs::read_dir(home.path().join("hub/models--org--name/snapshots").join(COMMIT)).unwrap();
+    assert_eq!(links.count(), 0, "no link leads to a removed file");
+
+    // A complete model is in use, and an older revision of it is not.
+    hub.change(|state| state.disconnects.clear());
+    assert!(is_pulled(&client.pull("org/name", "main", &|_| ()).unwrap()));
+    assert!(client.unused().is_empty());
+    hub.change(|state| {
+        state.commit = Some("1".repeat(40));
+        state.files.insert("model-2.safetensors".into(), noise(7, 200_000));
+    });
+    client.pull("org/name", "main", &|_| ()).unwrap();
+    let [older] = client.unused().try_into().unwrap();
+    assert_eq!(older.files, [second]);
+    client.remove_unused("org/name").unwrap();
+    assert!(client.local("org/name").is_some() && client.unused().is_empty());
 }

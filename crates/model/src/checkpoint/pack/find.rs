@@ -7,7 +7,11 @@ use super::{
 use crate::checkpoint::identity::{file_identity, fingerprint, settled_identity, unchanged_identity};
 use moestro_base::{
     error::StoreError,
-    platform::{Access, atomic_file, os, read_small_file},
+    platform::{
+        Access,
+        atomic_file::{self, PartialDir},
+        os, read_small_file,
+    },
 };
 use moestro_compute::experts::{ExpertMap, PackRecords, ShardFiles};
 use std::{
@@ -15,6 +19,9 @@ use std::{
     path::{Path, PathBuf},
     sync::Arc,
 };
+
+/// The directory of comparisons in the directory of packs.
+const COMPARISONS: &str = "compared";
 
 /// A pack that belongs to a checkpoint.
 #[derive(Debug)]
@@ -66,9 +73,32 @@ fn sibling_dir(model: &Path) -> Option<PathBuf> {
     Some(model.with_file_name(name))
 }
 
-/// All packs in the cache directory, sorted.
+/// All packs in the cache directory, sorted: also links, and directories that are not complete.
 pub fn all() -> Vec<PathBuf> {
-    packs_dir().map(|cache| with_fingerprint(&cache, "")).unwrap_or_default()
+    let Some(entries) = packs_dir().and_then(|cache| fs::read_dir(cache).ok()) else { return Vec::new() };
+    let is_pack = |path: &PathBuf| (path.is_dir() || path.is_symlink()) && !path.ends_with(COMPARISONS);
+    let mut packs: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).filter(is_pack).collect();
+    packs.sort();
+    packs
+}
+
+/// True if a pack was written completely.
+pub fn is_complete(pack: &Path) -> bool {
+    pack.join(MANIFEST).exists()
+}
+
+/// Removes a pack, or the link to it.
+///
+/// # Errors
+/// A process is writing the pack, or a file cannot be removed.
+pub fn remove(pack: &Path) -> io::Result<()> {
+    if pack.is_symlink() {
+        fs::remove_file(pack)
+    } else if is_complete(pack) {
+        fs::remove_dir_all(pack)
+    } else {
+        PartialDir::remove_abandoned(pack)
+    }
 }
 
 /// The packs in the cache directory whose names start with `fingerprint`, sorted.
@@ -125,7 +155,7 @@ fn compare(dir: &Path, manifest: &PackManifest, map: &ExpertMap, checkpoint: &Sh
 /// Path of the file that remembers comparisons for checkpoint files with this identity. That file lists the hashes of
 /// the manifests that match the checkpoint files.
 fn comparisons_file(identity: &str) -> Option<PathBuf> {
-    Some(packs_dir()?.join("compared").join(identity))
+    Some(packs_dir()?.join(COMPARISONS).join(identity))
 }
 
 pub(super) fn is_remembered(identity: &str, manifest: &[u8; 32]) -> bool {
