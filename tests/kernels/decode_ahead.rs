@@ -10,7 +10,7 @@ use moestro_base::platform::os::MemoryLevel;
 use moestro_compute::ops::KvBits;
 use moestro_engine::{Sampler, Sampling, TokenMask};
 use moestro_model::{
-    model::{Model, NextToken, PassHooks, Qwen, QwenState, Rows, SequenceState, TokenChoice},
+    model::{Model, NextToken, PAGE, PassHooks, Qwen, QwenState, Rows, SequenceState, TokenChoice},
     plan::Parallel,
 };
 use std::time::Instant;
@@ -169,6 +169,39 @@ fn fault_ahead_fails_one_request() {
         let (mut state, id) = start(&mut model, &PROMPT);
         assert!(step(&mut model, &mut state, id, VOCAB) == expected, "the next request succeeds");
     }
+}
+
+/// Work for other requests waits for a pass ahead. If that pass fails, only its own request fails.
+#[test]
+fn fault_ahead_spares_pages_and_snapshots() {
+    let (mut model, control) = model(KvBits::Sixteen);
+    let bytes = vec![7; model.info().snapshot_size.page.bytes(PAGE) as usize];
+    let mut spared = 0;
+    for (nth, work) in (0..6).flat_map(|nth| [0, 1, 2, 3].map(|work| (nth, work))) {
+        let (mut other, _) = start(&mut model, &PROMPT);
+        let kept = model.snapshot(&mut other).unwrap();
+        let page = model.make_page(bytes.clone()).unwrap();
+        let (mut state, id) = start(&mut model, &PROMPT);
+        control.lock().unwrap().calls.clear();
+        control.lock().unwrap().fault = Some(Plan { method: "commit", nth, fault: Fault::Fails });
+        let stepped = model.forward_with(&mut state, &[id], Rows::Last, &mut hooks(VOCAB));
+        let is_committed = control.lock().unwrap().calls.get("commit").is_some_and(|count| *count > nth);
+        if let (Ok(logits), true) = (stepped, is_committed) {
+            let next = state.ahead().unwrap();
+            assert_eq!(next, argmax(logits.row(0)));
+            let done = match work {
+                0 => model.make_page(bytes.clone()).map(drop),
+                1 => model.read_page(&page).map(drop),
+                2 => Model::restore(&mut model, &kept, None).map(drop),
+                _ => model.snapshot(&mut other).map(drop),
+            };
+            assert!(done.is_ok(), "commit {nth}, work {work}: {done:?}");
+            assert!(model.forward(&mut state, &[next], Rows::Last).is_err(), "commit {nth}, work {work}");
+            spared += 1;
+        }
+        control.lock().unwrap().fault = None;
+    }
+    assert!(spared >= 4, "the fault hit the pass ahead {spared} times");
 }
 
 #[test]

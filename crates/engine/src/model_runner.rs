@@ -316,9 +316,9 @@ impl<M: Model> ModelRunner<M> {
         })
     }
 
-    /// Reads a page for the disk cache, if it waits for one.
-    pub fn answer_page_request(&mut self) {
-        self.sequences.snapshots.answer_page_request(&mut self.model);
+    /// Reads a page for the disk cache. Returns false if it waits for none.
+    pub fn answer_page_request(&mut self) -> bool {
+        self.sequences.snapshots.answer_page_request(&mut self.model)
     }
 
     /// Switches to the CPU if an error has made the GPU unusable. Returns true if the sequences of all live requests

@@ -29,9 +29,13 @@ use moestro_compute::device::GPU_INTERACTIVITY;
 use moestro_model::model::Model;
 use std::{
     sync::{Arc, atomic::Ordering::Relaxed},
-    time::Instant,
+    time::{Duration, Instant},
 };
 use time_share::TimeShare;
+
+/// Minimum time between two pages that are read for the disk cache while a sequence decodes ahead. Such a read waits for
+/// the pass in flight, so the GPU is idle for a moment.
+const AHEAD_PAGE_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Decides which requests run next, and sends their events.
 pub(super) struct Scheduler<M: Model> {
@@ -43,6 +47,8 @@ pub(super) struct Scheduler<M: Model> {
     time_share: TimeShare,
     /// Number of steps so far.
     steps: u64,
+    /// Time at which a page was last read for the disk cache.
+    page_read: Option<Instant>,
     /// Clock that times the steps. Tests replace it.
     now: fn() -> Instant,
 }
@@ -69,11 +75,16 @@ struct Prompt {
     rows: usize,
 }
 
+/// True if a page may be read now for the disk cache, after another page was read at `last`.
+fn may_read_page(is_ahead: bool, last: Option<Instant>, now: Instant) -> bool {
+    !is_ahead || last.is_none_or(|last| now.saturating_duration_since(last) >= AHEAD_PAGE_INTERVAL)
+}
+
 impl<M: Model> Scheduler<M> {
     pub fn new(runner: ModelRunner<M>, queue: Arc<RequestQueue>, metrics: Arc<Metrics>) -> Self {
         let live = Vec::new();
         let time_share = TimeShare::default();
-        Self { runner, queue, metrics, live, time_share, steps: 0, now: Instant::now }
+        Self { runner, queue, metrics, live, time_share, steps: 0, page_read: None, now: Instant::now }
     }
 
     /// Runs until the queue is closed and empty.
@@ -89,9 +100,10 @@ impl<M: Model> Scheduler<M> {
         for (request, outcome) in step.requests.into_iter().zip(outcomes) {
             self.publish(request, outcome);
         }
-        // Reading a page would wait for a pass in flight.
-        if !self.live.iter().any(LiveRequest::is_ahead) {
-            self.runner.answer_page_request();
+        let is_ahead = self.live.iter().any(LiveRequest::is_ahead);
+        let now = (self.now)();
+        if may_read_page(is_ahead, self.page_read, now) && self.runner.answer_page_request() {
+            self.page_read = Some(now);
         }
     }
 

@@ -128,9 +128,10 @@ impl PromptCache {
         }
     }
 
-    /// Reads a page that the writer's thread waits for, if any. The engine's thread calls this between two passes.
-    pub fn answer_page_request<M: Model>(&self, model: &mut M) {
-        self.writer.lock().iter().for_each(|writer| writer.page_requests.answer_next(model));
+    /// Reads a page that the writer's thread waits for. Returns false if it waits for none. The engine's thread calls
+    /// this between two passes.
+    pub fn answer_page_request<M: Model>(&self, model: &mut M) -> bool {
+        self.writer.lock().as_ref().is_some_and(|writer| writer.page_requests.answer_next(model))
     }
 
     /// Writes the remaining snapshots, for at most [`CLOSE_TIMEOUT`]. Then unlocks the directory and sets the cache's
@@ -184,7 +185,7 @@ impl PromptCache {
         drop(state);
 
         let begun = Instant::now();
-        // The threads that read the files fill pages one after another.
+        // The threads that read the files fill pages one after another. This thread, which owns the model, waits for them.
         let model = Mutex::new(model);
         let make_page = |bytes| model.lock().make_page(bytes).map_err(io::Error::other);
         let read = files.read(ids, &known, &make_page);

@@ -1,5 +1,6 @@
 //! Requests of the disk cache's thread for the bytes of pages. Only the engine's thread uses the device that holds the
-//! pages, so it reads them, between two passes.
+//! pages, so it reads them, between two passes. In the other direction, threads that read snapshot files fill pages: the
+//! engine's thread waits for them, and lends them the model under a lock.
 
 use moestro_model::model::{KvPage, Model};
 use std::sync::{
@@ -34,9 +35,9 @@ pub fn page_requests(
 }
 
 impl PageRequests {
-    /// Answers a request if there is one. Never waits.
-    pub fn answer_next<M: Model>(&self, model: &mut M) {
-        self.0.try_iter().take(1).for_each(|request| answer(request, model));
+    /// Answers a request. Returns false if there is none. Never waits for a request.
+    pub fn answer_next<M: Model>(&self, model: &mut M) -> bool {
+        self.0.try_recv().map(|request| answer(request, model)).is_ok()
     }
 
     /// Answers requests until the disk cache's thread has ended.
@@ -83,15 +84,14 @@ mod tests {
         };
         let (mut read, requests) = page_requests(count);
         let mut model = MockModel::default();
-        // Without a request, the call does nothing.
-        requests.answer_next(&mut model);
+        assert!(!requests.answer_next(&mut model), "there is no request");
         let pages = [page(1), page(2)];
         let weak = pages.each_ref().map(Arc::downgrade);
         let writer = thread::spawn(move || weak.map(|page| read(&page)));
         while asked.load(Ordering::Relaxed) < 1 {
             thread::yield_now();
         }
-        requests.answer_next(&mut model);
+        assert!(requests.answer_next(&mut model));
         while asked.load(Ordering::Relaxed) < 2 {
             thread::yield_now();
         }

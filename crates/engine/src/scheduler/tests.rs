@@ -7,7 +7,7 @@ use crate::{
 };
 use mock_model::MockModel;
 use moestro_model::model::Model;
-use std::{cell::Cell, time::Duration};
+use std::cell::Cell;
 
 thread_local! {
     static START: Instant = Instant::now();
@@ -273,4 +273,14 @@ mod time_share {
     fn first_chunk_is_small() {
         assert_eq!([2048, 600, 100, 8].map(|most| TimeShare::default().chunk_rows(most)), [64, 37, 50, 8]);
     }
+}
+
+#[test]
+fn pages_are_read_seldom_while_decoding_ahead() {
+    let start = Instant::now();
+    let after = |millis| start + Duration::from_millis(millis);
+    for (is_ahead, millis, may_read) in [(false, 0, true), (true, 0, false), (true, 99, false), (true, 100, true)] {
+        assert_eq!(may_read_page(is_ahead, Some(start), after(millis)), may_read, "{is_ahead} {millis}");
+    }
+    assert!(may_read_page(true, None, start));
 }

@@ -13,10 +13,7 @@ use super::{
     },
 };
 use crate::error::ModelError;
-use moestro_compute::{
-    device::DeviceError,
-    ops::{AttentionShape, Backend, BackendLimits, ExpertSlots, ReservedBuffer},
-};
+use moestro_compute::ops::{AttentionShape, Backend, BackendLimits, ExpertSlots, ReservedBuffer};
 use std::sync::Arc;
 
 pub struct DeviceState {
@@ -106,17 +103,18 @@ impl DeviceState {
         })
     }
 
-    /// Runs `work` between two passes. A failure of the device ends here, so that the next pass can succeed.
-    pub fn between_passes<T>(
+    /// Runs `work` between two passes. Waits for a pass ahead first, whose sequence keeps its logits or its failure. A
+    /// failure of `work` ends here, so that the next pass can succeed.
+    pub fn between_passes<T, E: Into<ModelError>>(
         &mut self,
-        work: impl FnOnce(&mut Self) -> Result<T, DeviceError>,
+        work: impl FnOnce(&mut Self) -> Result<T, E>,
     ) -> Result<T, ModelError> {
         collect(&mut self.ahead, self.backend.as_mut());
         let done = work(self);
         if done.is_err() {
             drop_failure(self.backend.as_mut());
         }
-        Ok(done?)
+        done.map_err(Into::into)
     }
 
     /// The expert slots on the device, through which the store releases and restores segments.

@@ -82,23 +82,27 @@ impl Model for Qwen {
     }
 
     fn snapshot(&mut self, state: &mut QwenState) -> Result<Snapshot, ModelError> {
-        let device = &mut self.device;
-        self.parts.replay(device, state)?;
-        let fixed = state.fixed_bytes(device.backend.as_mut())?;
-        Ok(state.snapshot(state.len, state.next, fixed, device.backend.as_mut())?)
+        let parts = &self.parts;
+        self.device.between_passes(|device| {
+            parts.replay(device, state)?;
+            let fixed = state.fixed_bytes(device.backend.as_mut())?;
+            state.snapshot(state.len, state.next, fixed, device.backend.as_mut()).map_err(ModelError::from)
+        })
     }
 
     fn restore(&mut self, snapshot: &Snapshot, reuse: Option<QwenState>) -> Result<QwenState, ModelError> {
         if snapshot.len > self.parts.plan.context {
             return Err(ModelError::ContextFull { context: self.parts.plan.context });
         }
-        let DeviceState { backend, free_arenas, pool, kv_shape, .. } = &mut self.device;
-        let mut state = match reuse {
-            Some(state) => state,
-            None => QwenState::uninitialised(&self.parts.config, *kv_shape, pool, free_arenas, backend.as_mut())?,
-        };
-        state.restore(snapshot, backend.as_mut())?;
-        Ok(state)
+        let config = &self.parts.config;
+        self.device.between_passes(|DeviceState { backend, free_arenas, pool, kv_shape, .. }| {
+            let mut state = match reuse {
+                Some(state) => state,
+                None => QwenState::uninitialised(config, *kv_shape, pool, free_arenas, backend.as_mut())?,
+            };
+            state.restore(snapshot, backend.as_mut())?;
+            Ok::<_, ModelError>(state)
+        })
     }
 
     fn read_page(&mut self, page: &KvPage) -> Result<Vec<u8>, ModelError> {
@@ -112,8 +116,7 @@ impl Model for Qwen {
     }
 
     fn make_page(&mut self, bytes: Vec<u8>) -> Result<Arc<KvPage>, ModelError> {
-        let DeviceState { backend, pool, .. } = &mut self.device;
-        pool.take_filled(&bytes, backend.as_mut())
+        self.device.between_passes(|DeviceState { backend, pool, .. }| pool.take_filled(&bytes, backend.as_mut()))
     }
 
     fn fit_memory(&mut self) {
