@@ -83,6 +83,14 @@ fn text(element: &str) -> &'static str {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::demo;
+
+    #[test]
+    fn page_and_program_name_the_same_first_model() {
+        let first = demo::ABOUT.rsplit(' ').next().unwrap();
+        assert!(first.contains('/') && PAGE.contains(&format!("\"{first}\"")), "{first}");
+        assert!(PAGE.contains(&format!("\"{}\"", demo::NAME)));
+    }
 
     #[test]
     fn page_loads_nothing_from_elsewhere() {

@@ -474,6 +474,7 @@ export const tests = {
     await page.until(() => /in memory/.test(document.querySelector(".welcome p")?.textContent));
     assert.equal(await page.text(".welcome h2"), "moestro-demo");
     assert.match(await page.text(".welcome p"), /MB in memory · computed on .* · context of [\d,]+ tokens/);
+    assert.match((await page.texts(".welcome p"))[1], /This is a 9 MB toy .* moestro run mlx-community\/Qwen3\.5-4B/);
     const prompts = await page.$$(".welcome button");
     assert.equal(prompts.length, 4);
     proxy.script(["ok"]);
