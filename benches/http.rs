@@ -64,7 +64,7 @@ async fn serve(engine: Handle, tokenizer: Arc<Tokenizer>, template: Template, me
         grammars: Arc::new(GrammarCompiler::new(tokenizer.clone(), &[2040])),
         tokenizer,
         template: Some(template),
-        card: ModelCard { id: "demo".into(), created: 0, experts_per_token: None, quantisation: None },
+        card: ModelCard { id: "demo".into(), created: 0, experts_per_token: None, quantization: None },
         defaults: Sampling::default(),
         thinking: None,
         limits: RequestLimits::default(),

@@ -24,7 +24,7 @@ cat > "$root/DEBIAN/control" <<CONTROL
 Package: moestro
 Version: $version
 Architecture: $processor
-Maintainer: The Moestro authors <noreply@github.com>
+Maintainer: The Moestro authors <authors@moestro.invalid>
 Installed-Size: $(du -sk "$root/usr" | cut -f1)
 Depends: libc6 (>= ${glibc#GLIBC_}), libgcc-s1
 Recommends: ca-certificates

@@ -111,8 +111,8 @@ impl Service {
         }
     }
 
-    /// Performs an action. The output of the service manager goes to the terminal. A failed installation leaves no file
-    /// behind that was not there before.
+    /// Performs an action. The output of the service manager goes to the terminal. A failed installation removes the files
+    /// that it created.
     ///
     /// # Errors
     /// The service manager cannot be reached (the error says what to do), a file system error occurs (the error names

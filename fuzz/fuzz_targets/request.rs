@@ -41,7 +41,7 @@ fn server() -> &'static (Runtime, axum::Router) {
             grammars: Arc::new(GrammarCompiler::new(tokenizer.clone(), &[EOS])),
             tokenizer,
             template: Some(Template::load(&demo).expect("the demo's template")),
-            card: ModelCard { id: "mock".into(), created: 1, experts_per_token: None, quantisation: None },
+            card: ModelCard { id: "mock".into(), created: 1, experts_per_token: None, quantization: None },
             defaults: Sampling { temperature: 0.0, ..Sampling::default() },
             thinking: None,
             limits: RequestLimits::default(),

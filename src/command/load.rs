@@ -55,7 +55,7 @@ pub fn host_model(
     options: engine::Options,
     metrics: &Arc<Metrics>,
 ) -> Result<HostedModel, CommandError> {
-    let quantisation = checkpoint.quantization();
+    let quantization = checkpoint.quantization();
     let defaults = checkpoint.generation.sampling();
     let CheckpointMeta { tokenizer, template, generation, .. } = checkpoint;
     let grammars = Arc::new(GrammarCompiler::new(tokenizer.clone(), &generation.eos));
@@ -72,7 +72,7 @@ pub fn host_model(
         tokenizer,
         grammars,
         template,
-        card: ModelCard { id: id.into(), created, experts_per_token: loaded.experts_per_token, quantisation },
+        card: ModelCard { id: id.into(), created, experts_per_token: loaded.experts_per_token, quantization },
         defaults,
         thinking: None,
         limits: RequestLimits::default(),

@@ -63,7 +63,7 @@ pub async fn health(State(state): State<Arc<ServerState>>, request: Request) -> 
         "plan": model.plan,
         // `used` is measured. `reserved` is what the memory plan reserves.
         "memory": {"used": os::resident_memory(), "reserved": model.plan["reserved"]},
-        "quantization": model.card.quantisation,
+        "quantization": model.card.quantization,
         "prompt_cache": model.engine.prompt_cache(),
     });
     if let Some(disk) = body["prompt_cache"]["disk"].as_object_mut().filter(|_| !is_authorized) {

@@ -69,7 +69,7 @@ pub static ROUTES: &[Route] = &[
     post("/v1/models/unload", "Unload a model; the next request for it loads it again", RouteBody::Object),
     post("/tokenize", "Tokens of a prompt or of messages", RouteBody::Tokenize),
     post("/detokenize", "Text of tokens", RouteBody::Detokenize),
-    route("get", "/health", "Whether requests are answered, and how many wait"),
+    route("get", "/health", "State of the server, its queue and its memory plan"),
     route("get", "/metrics", "Metrics in the Prometheus or OpenMetrics format"),
     route("get", "/experts", "Experts in memory"),
     route("get", "/openapi.json", "This document"),

@@ -88,7 +88,7 @@ impl ModelLoader for MockLoader {
             grammars: Arc::new(GrammarCompiler::new(tokenizer.clone(), &[EOS])),
             tokenizer,
             template: Some(Template::load(&demo()).unwrap()),
-            card: ModelCard { id: id.into(), created: 1, experts_per_token: None, quantisation: None },
+            card: ModelCard { id: id.into(), created: 1, experts_per_token: None, quantization: None },
             defaults: Sampling::greedy(),
             thinking: None,
             limits: RequestLimits::default(),

@@ -17,7 +17,7 @@ pub struct ModelCard {
     /// Number of experts per token. `None` for a dense model.
     pub experts_per_token: Option<usize>,
     /// Human-readable encoding of the weights.
-    pub quantisation: Option<String>,
+    pub quantization: Option<String>,
 }
 
 /// Limits of requests, set by flags. `None` means that only the context length limits a request.

@@ -164,7 +164,7 @@ pub async fn list(state: &ServerState) -> Result<Vec<ModelObject>, ApiError> {
         context_length: Some(model.engine.context()),
         max_input_tokens: Some(model.engine.context()),
         experts_per_token: model.card.experts_per_token,
-        quantization: model.card.quantisation.clone(),
+        quantization: model.card.quantization.clone(),
         capabilities: Some(Capabilities {
             chat: model.template.is_some(),
             tools: model.template.is_some(),

@@ -200,7 +200,7 @@ struct PublicResolver {
 }
 
 impl Resolver for PublicResolver {
-    /// Resolves on the thread of the download. With a timeout, `DefaultResolver` would start a thread and leave it behind.
+    /// Resolves on the thread of the download. With a timeout, `DefaultResolver` would start a thread and not wait for it.
     /// A lookup cannot be interrupted, so it keeps its place until the system's resolver gives up.
     fn resolve(&self, uri: &Uri, config: &Config, timeout: NextTimeout) -> Result<ResolvedSocketAddrs, ureq::Error> {
         let timeout = NextTimeout { after: time::Duration::NotHappening, ..timeout };

@@ -408,7 +408,7 @@ fn strict_tool_error(parameters: Value) -> FormatError {
 }
 
 #[test]
-fn words_behind_other_keywords_are_kept() {
+fn words_after_other_keywords_are_kept() {
     let color = json!({"type": "string", "enum": ["red", "blue"]});
     for schema in [
         json!({"allOf": [color], "description": "d"}),
