@@ -9,7 +9,7 @@ const PREFIX: &str = "MOESTRO_";
 /// Read by the program, but not a setting.
 const LOG: &str = "MOESTRO_LOG";
 /// Variables of builds and tests, which are no mistakes. Those that start with `MOESTRO_TEST_` are in no list.
-const BUILDS_AND_TESTS: [&str; 15] = [
+const BUILDS_AND_TESTS: [&str; 16] = [
     "MOESTRO_COMMIT",
     "MOESTRO_FEATURES",
     "MOESTRO_FORMATS",
@@ -20,6 +20,7 @@ const BUILDS_AND_TESTS: [&str; 15] = [
     "MOESTRO_MUTATE_SEED",
     "MOESTRO_RECORD",
     "MOESTRO_REQUESTS",
+    "MOESTRO_REQUIRE_CLANG",
     "MOESTRO_SANITIZE",
     "MOESTRO_SOAK_SECONDS",
     "MOESTRO_VECTORS",
