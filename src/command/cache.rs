@@ -114,7 +114,8 @@ fn rows(models: &[CatalogEntry]) -> Vec<CacheRow> {
             let mut row =
                 CacheRow::new(CacheKind::Packs, owner.map_or("no model on this machine", |model| &model.id), path);
             if row.note.is_none() && !pack::is_complete(&row.path) {
-                (row.owner, row.note) = ("an interrupted `moestro pack`".into(), Some("not complete".into()));
+                row.owner = "an interrupted `moestro pack`".into();
+                row.note = Some("not complete".into());
             }
             rows.push(row);
         }
