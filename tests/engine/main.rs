@@ -4,3 +4,4 @@ mod constraint;
 mod kept_sequences;
 mod parallel;
 mod scheduler;
+mod shared_head;

@@ -12,6 +12,7 @@
 //! | `model_runner`, `live_request` | the steps; an admitted request |
 //! | `preemption` | which requests keep their pages when pages are short |
 //! | `sequence`, `sequence_cache` | tokens and state; where a prompt starts |
+//! | `shared_prefix` | requests that wait until another request has computed their beginning |
 //! | `answer`, `sampler`, `constraint` | an answer during its generation; logits to a token; grammar masks |
 //! | `speculation` | drafts, when to use them, and their verification |
 //! | `prompt_cache`, `cache_salt` | snapshots in memory and on disk; which prompts may share them |
@@ -33,6 +34,7 @@ mod sampler;
 mod scheduler;
 mod sequence;
 mod sequence_cache;
+mod shared_prefix;
 mod speculation;
 
 pub use cache_salt::CacheSalt;

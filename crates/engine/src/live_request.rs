@@ -22,6 +22,9 @@ const RESERVED_ANSWER: usize = 256;
 /// every row. With a vocabulary of 248,320, the logits of 32 rows take 32 MB. The chunk size does not change the
 /// logits.
 const PROMPT_LOGIT_ROWS: usize = 32;
+/// Minimum number of tokens that an additional snapshot must save a request that waits for it. A snapshot copies a state
+/// of up to about 100 MB.
+const MIN_SHARED: usize = 64;
 
 pub struct LiveRequest<S> {
     pub submitted: SubmittedRequest,
@@ -36,6 +39,10 @@ pub struct LiveRequest<S> {
     pub last_step: u64,
     /// The next pass must contain only this sequence, because its last pass with other sequences failed.
     pub must_run_alone: bool,
+    /// The request has not begun and waits for the snapshot of another request.
+    pub waits_for_prefix: bool,
+    /// Position of the first snapshot that other requests wait for.
+    pub awaited: Option<usize>,
 }
 
 pub enum Stage {
@@ -80,6 +87,8 @@ impl<S: SequenceState> LiveRequest<S> {
             clear_count: 0,
             last_step: 0,
             must_run_alone: false,
+            waits_for_prefix: false,
+            awaited: None,
         }
     }
 
@@ -142,14 +151,34 @@ impl<S: SequenceState> LiveRequest<S> {
         from..to
     }
 
-    /// The longest prefix of `keys` of which this request will take a snapshot while it evaluates its prompt. Returns
-    /// the length of the prefix.
-    pub fn coming_snapshot(&self, keys: &[u32]) -> Option<usize> {
+    /// Position of the longest snapshot that this request can take of a prefix of `prompt`, if waiting for that snapshot
+    /// is sooner than computing the prefix. The first `cached` tokens of `prompt` are cached. If `may_add` is false, the
+    /// request takes only the snapshots that it has chosen for itself.
+    pub fn coming_snapshot(&self, prompt: CachedPrompt<'_>, cached: usize, may_add: bool) -> Option<usize> {
         let (Stage::Prefill(prefill), Some(sequence)) = (&self.stage, &self.sequence) else { return None };
-        let own = self.submitted.request.cached_prompt().keys();
-        let is_shared = |at: usize| at < keys.len() && own[..at] == keys[..at];
-        let coming = prefill.snapshots.iter().map(|&(at, _)| at).filter(|&at| sequence.len() < at);
-        coming.rev().find(|&at| is_shared(at))
+        let own = self.submitted.request.cached_prompt();
+        let keys = prompt.keys();
+        let own_keys = own.keys();
+        let same = keys.iter().zip(own_keys.iter()).take_while(|(one, other)| one == other).count();
+        // The last token of a prompt must be evaluated to get its logits.
+        let common = same.min(keys.len() - 1);
+        let is_coming = |at: usize| sequence.len() < at && at <= common;
+        let chosen = prefill.snapshots.iter().map(|&(at, _)| at).rfind(|&at| is_coming(at));
+        let is_longer = common >= chosen.unwrap_or(0).max(cached) + MIN_SHARED;
+        let has_whole_keys = own.has_whole_keys(common) && prompt.has_whole_keys(common);
+        let may_add = may_add && self.submitted.request.cache_prompt && has_whole_keys && is_coming(common);
+        let at = if is_longer && may_add { common } else { chosen? };
+        // If both requests computed the prefix, they would share the time, so it would take twice as long.
+        (at > cached && at - sequence.len() <= 2 * (at - cached)).then_some(at)
+    }
+
+    /// Takes a snapshot at position `at`, because another request waits for it.
+    pub fn expect_snapshot(&mut self, at: usize) {
+        let Stage::Prefill(prefill) = &mut self.stage else { return };
+        if let Err(index) = prefill.snapshots.binary_search_by_key(&at, |&(at, _)| at) {
+            prefill.snapshots.insert(index, (at, SnapshotKind::System));
+        }
+        self.awaited = Some(self.awaited.map_or(at, |first| first.min(at)));
     }
 
     /// True if the logits from which to sample the next token are known.
@@ -210,10 +239,4 @@ impl<S: SequenceState> LiveRequest<S> {
 /// Number of pages for a prompt and the first [`RESERVED_ANSWER`] tokens of its answer.
 pub fn reserved_pages(request: &Request) -> usize {
     (request.ids.len() + request.max_tokens.min(RESERVED_ANSWER)).div_ceil(PAGE)
-}
-
-/// True if a request may resume from cached state. A request for log-probabilities of the prompt may not, because they
-/// need the logits of every row.
-pub fn may_reuse(request: &Request) -> bool {
-    request.cache_prompt && request.prompt_logprobs.is_none()
 }

@@ -133,10 +133,10 @@ impl<M: Model> ModelRunner<M> {
         let chunk = live.next_chunk(chunk, self.model.info().exact_chunks);
         let Some(sequence) = &mut live.sequence else { return Ok(StepOutput::default()) };
         self.speculator.follow(None);
-        let keep_going = || !self.queue.should_cancel_step(&live.submitted);
+        let keep_going = || !self.queue.should_cancel_step(&live.submitted, chunk.end);
         let images = &live.submitted.request.images;
         let mut hooks = PassHooks { images, keep_going: Some(&keep_going), ..PassHooks::default() };
-        sequence.extend(&mut self.model, &live.dropped_tokens[chunk], Rows::None, &mut hooks)?;
+        sequence.extend(&mut self.model, &live.dropped_tokens[chunk.clone()], Rows::None, &mut hooks)?;
         Ok(StepOutput::default())
     }
 
@@ -162,7 +162,9 @@ impl<M: Model> ModelRunner<M> {
         let snapshots = cache.reserve(&keys, wanted, sequence.state().shared_positions());
         let snapshot_at: Vec<usize> = snapshots.iter().map(|&(at, _)| at).collect();
         let begin = Instant::now();
-        let keep_going = || !self.queue.should_cancel_step(submitted);
+        // The requests that wait for a snapshot continue from the end of the chunk if the client disconnects.
+        let is_awaited = live.awaited.is_some();
+        let keep_going = || is_awaited || !self.queue.should_cancel_step(submitted, chunk.end);
         let mut hooks =
             PassHooks { images, snapshot_at: &snapshot_at, keep_going: Some(&keep_going), ..Default::default() };
         self.speculator.follow(Some(sequence));

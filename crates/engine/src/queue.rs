@@ -191,13 +191,16 @@ impl RequestQueue {
     }
 
     /// True if the running step should be cancelled: the step's client has disconnected, and another request runs or
-    /// waits.
+    /// waits. The step evaluates the prompt up to position `end`.
     ///
-    /// Without other requests the step is completed, since the client may repeat the request and reuse the state.
-    pub fn should_cancel_step(&self, running: &SubmittedRequest) -> bool {
+    /// Without other requests the step is completed, since the client may repeat the request and reuse the state. It is
+    /// also completed if a waiting request continues the same tokens.
+    pub fn should_cancel_step(&self, running: &SubmittedRequest, end: usize) -> bool {
         running.events.is_closed() && {
             let queue = self.queue.lock();
-            queue.running > 1 || queue.waiting.iter().any(|other| !other.events.is_closed())
+            let mut waiting = queue.waiting.iter().filter(|other| !other.events.is_closed()).peekable();
+            let is_needed = queue.running > 1 || waiting.peek().is_some();
+            is_needed && !waiting.any(|other| running.request.shares_prefix(&other.request, end))
         }
     }
 

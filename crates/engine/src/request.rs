@@ -115,6 +115,22 @@ impl Request {
     pub fn cached_prompt(&self) -> CachedPrompt<'_> {
         CachedPrompt { ids: &self.ids, images: &self.images, salt: self.cache_salt }
     }
+
+    /// True if the request may resume from cached state. A request for log-probabilities of the prompt may not, because
+    /// they need the logits of every row.
+    pub(super) fn may_reuse(&self) -> bool {
+        self.cache_prompt && self.prompt_logprobs.is_none()
+    }
+
+    /// True if `other` may continue from the state of this request after `len` tokens.
+    pub(super) fn shares_prefix(&self, other: &Request, len: usize) -> bool {
+        let own = self.cached_prompt();
+        let keys = other.cached_prompt().keys();
+        self.cache_prompt
+            && other.may_reuse()
+            && own.has_whole_keys(len)
+            && own.keys().get(..len).is_some_and(|own| len < keys.len() && keys.starts_with(own))
+    }
 }
 
 /// The end of a message in a prompt.

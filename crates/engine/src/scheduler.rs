@@ -18,11 +18,12 @@ mod time_share;
 use super::{
     abort::Abort,
     answer::StepOutput,
-    live_request::{DRAFT_ROWS, LiveRequest, Stage, Work, may_reuse, reserved_pages},
+    live_request::{DRAFT_ROWS, LiveRequest, Stage, Work, reserved_pages},
     model_runner::{ModelRunner, Step},
     preemption,
     queue::RequestQueue,
     request::{Event, Finish, Request, Timings},
+    shared_prefix,
 };
 use moestro_base::metrics::Metrics;
 use moestro_compute::device::GPU_INTERACTIVITY;
@@ -71,7 +72,7 @@ impl Choice {
 #[derive(Clone, Copy)]
 struct Prompt {
     index: usize,
-    /// Number of tokens that are left to evaluate.
+    /// Number of tokens that are left to evaluate, or that are left before a snapshot that other requests wait for.
     rows: usize,
 }
 
@@ -142,6 +143,7 @@ impl<M: Model> Scheduler<M> {
         if decoding == 0 {
             self.time_share.clear_decode_debt();
         }
+        shared_prefix::find_waiting(&mut self.live, &self.runner.sequences);
         let Choice { mut indices, overtakes } = self.choose(chunk, info.batch.max(1));
         // Drafts need pages, but are disabled while several sequences decode.
         let decode_rows = if decoding > 1 { 1 } else { DRAFT_ROWS };
@@ -186,7 +188,7 @@ impl<M: Model> Scheduler<M> {
     /// the maximum number of sequences that decode in one pass.
     fn choose(&self, chunk: usize, batch: usize) -> Choice {
         let needs_no_pass = |live: &LiveRequest<_>| match live.work() {
-            Work::Begin => !self.waits_for_prefix(live),
+            Work::Begin => !live.waits_for_prefix,
             Work::Sample => true,
             Work::Prefill(_) | Work::Decode => false,
         };
@@ -198,6 +200,7 @@ impl<M: Model> Scheduler<M> {
         let pool = self.runner.model.info().pages;
         let prompt = |(index, live): (usize, &LiveRequest<_>)| match live.work() {
             Work::Prefill(rows) => {
+                let rows = live.awaited.map_or(rows, |at| at - live.len());
                 preemption::may_resume(live, &self.live, pool.as_deref()).then_some(Prompt { index, rows })
             }
             _ => None,
@@ -217,18 +220,6 @@ impl<M: Model> Scheduler<M> {
         decoding.sort_by_key(|&index| self.live[index].last_step);
         decoding.truncate(batch);
         Choice { indices: decoding, overtakes: false }
-    }
-
-    /// True if another live request will soon take a snapshot of a prefix of this prompt, and that prefix is longer
-    /// than any cached prefix. Waiting for the snapshot and restoring it is faster than computing the prefix twice.
-    fn waits_for_prefix(&self, new: &LiveRequest<M::State>) -> bool {
-        if !may_reuse(&new.submitted.request) {
-            return false;
-        }
-        let prompt = new.submitted.request.cached_prompt();
-        let keys = prompt.keys();
-        let coming = self.live.iter().filter_map(|other| other.coming_snapshot(&keys)).max();
-        coming.is_some_and(|coming| coming > self.runner.sequences.prefix_len(prompt))
     }
 
     /// Frees pages for the rows of a step: first pages of snapshots, then pages of idle sequences, then pages of the

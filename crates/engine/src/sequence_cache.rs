@@ -3,7 +3,6 @@
 
 use super::{
     cache_salt::CachedPrompt,
-    live_request::may_reuse,
     prompt_cache::{PromptCache, SnapshotKind, SnapshotSource, snapshot_policy},
     request::Request,
     sequence::Sequence,
@@ -59,7 +58,7 @@ impl<S: SequenceState> SequenceCache<S> {
     ) -> Result<(Sequence<S>, Option<SnapshotSource>), ModelError> {
         // A cleared cache must not contain earlier prompts.
         self.idle.retain(|idle| idle.clear_count == clear_count);
-        let longest = self.longest_idle(prompt).filter(|_| may_reuse(request));
+        let longest = self.longest_idle(prompt).filter(|_| request.may_reuse());
         let previous = longest.map(|index| self.idle.remove(index).sequence);
         while self.idle.len() > max_idle {
             self.drop_oldest();
@@ -70,7 +69,7 @@ impl<S: SequenceState> SequenceCache<S> {
             // A snapshot shares only whole pages, so the sequence needs one page for the tokens after them.
             self.snapshots.evict_for_pages(1);
             let (snapshot, from) =
-                if may_reuse(request) { self.snapshots.longest_prefix(&keys, offered, model) } else { None }?;
+                if request.may_reuse() { self.snapshots.longest_prefix(&keys, offered, model) } else { None }?;
             source = Some(from);
             Some(snapshot)
         })?;

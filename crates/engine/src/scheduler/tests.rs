@@ -57,7 +57,7 @@ impl Engine {
             grace: Duration::ZERO,
         };
         let queue = Arc::new(RequestQueue::new(limits, metrics.clone()));
-        let cache = Arc::new(PromptCache::new(0, info.snapshot_size, metrics.clone()));
+        let cache = Arc::new(PromptCache::new(1 << 24, info.snapshot_size, metrics.clone()));
         let rules = TokenRules { eos: Vec::new(), usable_vocab: usize::MAX };
         let speculator = Speculator::new(&mut mock, Box::new(LookupDraft), DraftPolicy::Off, 1, metrics.clone());
         let runner = ModelRunner::new(mock, speculator, rules, queue.clone(), cache, metrics.clone());
@@ -241,6 +241,32 @@ fn long_prompt_proceeds_beside_short_ones() {
             assert!(times < if decodes { 8.0 } else { 4.0 }, "{cost:?}: {times} times as long as alone");
         }
     }
+}
+
+/// A request that waits for a snapshot of a long prompt waits no longer than if it computed its own prompt.
+#[test]
+fn awaited_prompt_overtakes_up_to_its_snapshot() {
+    let mut engine = Engine::new(COSTS[0]);
+    let ask = |engine: &Engine, tail: usize| {
+        let ids = [vec![8; 1000], vec![6 + tail as u32 % 2; tail]].concat();
+        engine.0.queue.push(Request::new(ids, 1, Sampling::greedy())).unwrap()
+    };
+    let mut oldest = engine.submit(20_000, 1);
+    let mut long = ask(&engine, 12_000);
+    (0..4).for_each(|_| _ = engine.step());
+    let arrived = CLOCK.get();
+    let mut short = ask(&engine, 21);
+    while received(&mut short).0 == 0 {
+        engine.step();
+    }
+    let seconds = CLOCK.get() - arrived;
+    assert!(seconds < 4.0, "first token after {seconds} s");
+    assert_eq!([&mut oldest, &mut long].map(|events| received(events).0), [0, 0]);
+    while received(&mut long).0 == 0 {
+        engine.step();
+    }
+    let computed = engine.0.metrics.prompt_tokens_computed.get();
+    assert!(computed <= 33_000 + 21, "computed {computed} tokens");
 }
 
 mod time_share {
