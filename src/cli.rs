@@ -141,6 +141,10 @@ pub struct ServeArgs {
     /// cache misses
     #[arg(long, env = "MOESTRO_KEEP_BILLING_HEADER", value_parser = BoolishValueParser::new(), hide_short_help = true, help_heading = "Server")]
     pub keep_billing_header: bool,
+    /// Give a request without tools the tools of the conversation that it continues, and forbid calls; agents that send
+    /// no tools when they summarize a conversation then find it in the prompt cache
+    #[arg(long, env = "MOESTRO_REUSE_TOOLS", value_parser = BoolishValueParser::new(), hide_short_help = true, help_heading = "Server")]
+    pub reuse_tools: bool,
     /// Hosts that images may be fetched from, separated by commas, with a port unless it is the default port [default:
     /// none]
     #[arg(long, env = "MOESTRO_IMAGE_URLS", value_name = "HOSTS", value_parser = values::hosts_with_ports, hide_short_help = true, help_heading = "Server")]

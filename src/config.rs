@@ -152,6 +152,7 @@ pub struct ServeConfig {
     pub keep_alive: Option<Duration>,
     pub models_dir: Option<PathBuf>,
     pub keep_billing_header: bool,
+    pub reuse_tools: bool,
     /// Hosts that images may be fetched from.
     pub image_urls: Vec<String>,
     pub pack: PackMode,
@@ -186,6 +187,7 @@ impl ServeConfig {
             keep_alive: args.keep_alive,
             models_dir: args.home.models_dir,
             keep_billing_header: args.keep_billing_header,
+            reuse_tools: args.reuse_tools,
             image_urls: args.image_urls.iter().flat_map(|hosts| hosts.split(',')).map(str::to_owned).collect(),
             pack: args.pack,
             prompt_cache_dir: match args.prompt_cache_dir.as_deref() {

@@ -49,6 +49,8 @@ mod request_memory;
 mod response_format;
 #[path = "api/responses.rs"]
 mod responses;
+#[path = "api/reuse_tools.rs"]
+mod reuse_tools;
 #[path = "api/server.rs"]
 mod server;
 #[path = "api/turns.rs"]

@@ -169,6 +169,9 @@ fn new_server(config: &ServeConfig, metrics: Arc<Metrics>, address: IpAddr) -> S
     let cors = config.cors.as_deref().and_then(|origin| origin.parse().ok());
     let mut server = ServerState::new(metrics, config.api_key.clone(), cors.clone());
     server.keep_billing_header = config.keep_billing_header;
+    if config.reuse_tools {
+        server.reuse_tools();
+    }
     server.image_urls = Arc::new(ImageUrls::new(&config.image_urls));
     server.origins = OriginPolicy::new(address, &config.allowed_host, cors, config.api_key.is_some());
     if !address.is_loopback() && config.api_key.is_none() && config.allowed_host.is_empty() {

@@ -7,10 +7,10 @@
 
 use crate::http::{
     ApiError, ServerState,
-    layers::{MemoryPermit, RequestLog, with_deadline},
+    layers::{MemoryPermit, RequestLog, value_bytes, with_deadline},
     models::LoadedModel,
     output::{Renderer, renderer},
-    request::GenerationRequest,
+    request::{GenerationRequest, PromptInput},
 };
 use axum::{extract::FromRequestParts, http::request::Parts, response::Response};
 use moestro_engine::QueueShare;
@@ -41,6 +41,46 @@ impl Generator {
         self.state.lease(requested, share).await?.wait().await
     }
 
+    /// Number of tokens of a request's prompt.
+    pub async fn count_tokens(self, request: GenerationRequest, mut permit: MemoryPermit) -> Result<usize, ApiError> {
+        let request = self.with_remembered_tools(request, &mut permit).await?;
+        let model = self.model(request.model(), &permit).await?;
+        model.count_tokens(&mut permit, request, &self.state.image_urls).await
+    }
+
+    /// Remembers the tools of a request, if the server reuses tools. A request without tools gets the tools of the
+    /// conversation that it continues, and may not call them.
+    async fn with_remembered_tools(
+        &self,
+        request: GenerationRequest,
+        permit: &mut MemoryPermit,
+    ) -> Result<GenerationRequest, ApiError> {
+        let Some(remembered) = self.state.remembered_tools.clone() else { return Ok(request) };
+        if request.common.cache_prompt == Some(false) {
+            return Ok(request);
+        }
+        let key = self.log.key();
+        let look_up = move || {
+            let tools = match &request.prompt {
+                PromptInput::Chat(chat) => {
+                    let owner = (key, request.common.cache_salt.as_deref(), request.model());
+                    remembered.find_or_insert(owner, &chat.tools, &chat.messages)
+                }
+                PromptInput::Text(_) => None,
+            };
+            (request, tools)
+        };
+        // The messages may have megabytes of images.
+        let (mut request, tools) = permit.run(look_up).await?;
+        if let (Some(tools), PromptInput::Chat(chat)) = (tools, &mut request.prompt) {
+            permit.grow(tools.iter().map(value_bytes).sum())?;
+            self.log.set_reused_tools(tools.len());
+            chat.tools = tools.to_vec();
+            chat.forbids_calls = true;
+        }
+        Ok(request)
+    }
+
     /// Waits for the model, queues the request and answers with one body or a stream.
     ///
     /// If the model must be loaded first, a stream begins immediately, so that the client knows that the server is
@@ -48,9 +88,10 @@ impl Generator {
     pub async fn generate<R: Renderer>(
         self,
         request: GenerationRequest,
-        permit: MemoryPermit,
+        mut permit: MemoryPermit,
         mut renderer: R,
     ) -> Result<Response, ApiError> {
+        let request = self.with_remembered_tools(request, &mut permit).await?;
         let Self { state, log } = self;
         let client = request.common.client(&log);
         let bytes = permit.bytes() + renderer.held_bytes();

@@ -6,7 +6,7 @@ use crate::http::{
     layers::{OriginPolicy, RequestMemory, Timeouts},
     models::{HostedModel, LoadedModel, ModelHost, ModelLease},
     openai::responses::ResponseStore,
-    request::ImageUrls,
+    request::{ImageUrls, RememberedTools},
 };
 use axum::http::HeaderValue;
 use moestro_base::metrics::Metrics;
@@ -41,6 +41,8 @@ pub struct ServerState {
     pub keep_billing_header: bool,
     /// Hosts that images may be fetched from.
     pub image_urls: Arc<ImageUrls>,
+    /// Tools of earlier requests. `None` without `--reuse-tools`.
+    pub remembered_tools: Option<Arc<RememberedTools>>,
     /// Stored responses, which `previous_response_id` can name.
     pub responses: Arc<ResponseStore>,
     pub models: ModelHost,
@@ -61,6 +63,7 @@ impl ServerState {
             storage_health: Arc::default(),
             keep_billing_header: false,
             image_urls: Arc::default(),
+            remembered_tools: None,
             responses: ResponseStore::within(memory.clone()),
             memory,
             models: ModelHost::default(),
@@ -72,6 +75,11 @@ impl ServerState {
     pub fn serve_model(&self, model: LoadedModel) {
         self.metrics.set_model(&model.card.id);
         self.models.install(HostedModel { id: model.card.id.clone(), model, unload: Box::new(|| ()) });
+    }
+
+    /// Gives requests without tools the tools of the conversation that they continue.
+    pub fn reuse_tools(&mut self) {
+        self.remembered_tools = Some(RememberedTools::within(self.memory.clone()));
     }
 
     pub fn set_api_key(&self, api_key: Option<String>) {

@@ -30,10 +30,9 @@ pub async fn messages(server: Generator, body: Body) -> Result<Response, ApiErro
 
 /// Counts the tokens of a request's prompt without generating anything. Checks the request as if it were answered.
 pub async fn count_tokens(server: Generator, body: Body) -> Result<Json<Value>, ApiError> {
-    let (request, mut permit) = read(&server.state, body).await?;
+    let (request, permit) = read(&server.state, body).await?;
     let request = request.into_generation(server.state.keep_billing_header)?;
-    let model = server.model(request.model(), &permit).await?;
-    let tokens = model.count_tokens(&mut permit, request, &server.state.image_urls).await?;
+    let tokens = server.count_tokens(request, permit).await?;
     Ok(Json(json!({"input_tokens": tokens})))
 }
 

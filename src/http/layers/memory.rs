@@ -10,11 +10,12 @@
 use crate::http::ApiError;
 use moestro_base::{metrics::Metrics, platform::os};
 use moestro_chat::{Message, Part};
+use parking_lot::RwLock;
 use prometheus::IntGauge;
 use serde_json::Value;
 use std::{
     sync::{
-        Arc, OnceLock,
+        Arc,
         atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed},
     },
     time::Duration,
@@ -97,8 +98,8 @@ type EvictOldest = Box<dyn Fn() -> bool + Send + Sync>;
 
 /// The memory of all requests.
 pub struct RequestMemory {
-    /// Called when a request finds no free memory.
-    evict_oldest: OnceLock<EvictOldest>,
+    /// Caches that use the memory of requests. They are called when a request finds no free memory.
+    caches: RwLock<Vec<EvictOldest>>,
     total: AtomicUsize,
     used: AtomicUsize,
     gauge: IntGauge,
@@ -114,7 +115,7 @@ pub struct RequestMemory {
 impl RequestMemory {
     pub fn new(metrics: &Metrics) -> Arc<Self> {
         Arc::new(Self {
-            evict_oldest: OnceLock::new(),
+            caches: RwLock::default(),
             total: AtomicUsize::new(UNPLANNED_BYTES),
             used: AtomicUsize::new(0),
             gauge: metrics.request_memory.clone(),
@@ -160,9 +161,9 @@ impl RequestMemory {
         self.total() / 2
     }
 
-    /// Sets the function that evicts the oldest entry of the cache.
-    pub fn set_evict_oldest(&self, evict_oldest: EvictOldest) {
-        let _ = self.evict_oldest.set(evict_oldest);
+    /// Adds the function that evicts the oldest entry of a cache.
+    pub fn add_cache(&self, evict_oldest: EvictOldest) {
+        self.caches.write().push(evict_oldest);
     }
 
     /// The first permit of a request, without bytes. [`MemoryPermit::empty`] makes its other permits.
@@ -237,7 +238,7 @@ impl MemoryPermit {
             }
             let fits = |used: usize| used.checked_add(more).filter(|&used| used <= limit);
             while memory.used.fetch_update(Relaxed, Relaxed, fits).is_err() {
-                if !memory.evict_oldest.get().is_some_and(|evict| evict()) {
+                if !memory.caches.read().iter().any(|evict_oldest| evict_oldest()) {
                     return Err(ApiError::memory_in_use());
                 }
             }

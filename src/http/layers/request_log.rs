@@ -34,6 +34,9 @@ pub static REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 /// model is loaded does not have this header.
 pub static IMAGES_NOT_SHOWN: HeaderName = HeaderName::from_static("x-moestro-images-not-shown");
 
+/// Header with the number of tools that the prompt has because of `--reuse-tools`.
+pub static REUSED_TOOLS: HeaderName = HeaderName::from_static("x-moestro-reused-tools");
+
 /// Status of a request whose client disconnected before the response began. nginx uses the same status.
 const CLIENT_CLOSED_REQUEST: u16 = 499;
 
@@ -68,6 +71,8 @@ pub struct RequestLog {
     first_token: OnceLock<Instant>,
     /// Number of images that were replaced by a sentence.
     images_not_shown: AtomicUsize,
+    /// Number of tools that the request got from an earlier request.
+    reused_tools: AtomicUsize,
 }
 
 impl RequestLog {
@@ -93,12 +98,18 @@ impl RequestLog {
             completion_tokens: AtomicUsize::new(0),
             first_token: OnceLock::new(),
             images_not_shown: AtomicUsize::new(0),
+            reused_tools: AtomicUsize::new(0),
         }
     }
 
     /// Identifies the client of the request. `user` is the user that the client names.
     pub fn client(&self, user: impl Hash) -> ClientId {
         ClientId::new(self.address, self.key, user)
+    }
+
+    /// Identifies the client's API key.
+    pub fn key(&self) -> u64 {
+        self.key
     }
 
     pub fn is_late(&self) -> bool {
@@ -128,6 +139,17 @@ impl RequestLog {
     /// Counts an image that was replaced by a sentence. The header [`IMAGES_NOT_SHOWN`] has the count.
     pub fn add_image_not_shown(&self) {
         self.images_not_shown.fetch_add(1, Relaxed);
+    }
+
+    /// Logs that the prompt has tools of an earlier request. The header [`REUSED_TOOLS`] has their number.
+    pub fn set_reused_tools(&self, tools: usize) {
+        self.reused_tools.store(tools, Relaxed);
+        tracing::info!(
+            id = self.id,
+            endpoint = self.endpoint,
+            tools,
+            "request without tools continues a conversation with tools: its prompt has these tools, calls are forbidden"
+        );
     }
 
     /// Marks the response as a stream. The log line says "cut short" unless [`RequestLog::end_stream`] follows.
@@ -229,9 +251,11 @@ pub async fn log_request(State(state): State<Arc<ServerState>>, mut request: Req
     if let Ok(id) = HeaderValue::from_str(&log.id) {
         response.headers_mut().insert(REQUEST_ID.clone(), id);
     }
-    let not_shown = log.images_not_shown.load(Relaxed);
-    if not_shown > 0 {
-        response.headers_mut().insert(IMAGES_NOT_SHOWN.clone(), not_shown.into());
+    for (name, count) in [(&IMAGES_NOT_SHOWN, &log.images_not_shown), (&REUSED_TOOLS, &log.reused_tools)] {
+        let count = count.load(Relaxed);
+        if count > 0 {
+            response.headers_mut().insert(name.clone(), count.into());
+        }
     }
     response
 }

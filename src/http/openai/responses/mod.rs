@@ -49,10 +49,9 @@ pub async fn responses(server: Generator, body: Body) -> Result<Response, ApiErr
 
 /// Counts the tokens of a request's prompt without generating anything. Checks the request as if it were answered.
 pub async fn input_tokens(server: Generator, body: Body) -> Result<Json<Value>, ApiError> {
-    let (request, history, input, mut permit) = request::read(&server.state, body).await?;
+    let (request, history, input, permit) = request::read(&server.state, body).await?;
     let request = request.into_generation(history, input)?;
-    let model = server.model(request.model(), &permit).await?;
-    let tokens = model.count_tokens(&mut permit, request, &server.state.image_urls).await?;
+    let tokens = server.count_tokens(request, permit).await?;
     Ok(Json(json!({"object": "response.input_tokens", "input_tokens": tokens})))
 }
 

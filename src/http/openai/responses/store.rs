@@ -66,7 +66,7 @@ impl ResponseStore {
     pub fn within(memory: Arc<RequestMemory>) -> Arc<Self> {
         let store = Arc::new(Self { memory: Some(memory.clone()), ..Self::default() });
         let weak = Arc::downgrade(&store);
-        memory.set_evict_oldest(Box::new(move || weak.upgrade().is_some_and(|store| store.evict_oldest())));
+        memory.add_cache(Box::new(move || weak.upgrade().is_some_and(|store| store.evict_oldest())));
         store
     }
 

@@ -1,0 +1,174 @@
+//! Tests of `--reuse-tools`: a request without tools that continues a conversation with tools.
+
+use super::server::{Server, Setup};
+use moestro::http::ServerState;
+use serde_json::{Value, json};
+
+const CHAT: &str = "/v1/chat/completions";
+const MESSAGES: &str = "/v1/messages";
+const RESPONSES: &str = "/v1/responses";
+const HEADER: &str = "x-moestro-reused-tools";
+const SYSTEM: &str = "You are a careful assistant in a small workshop.";
+const OPENING: &str = "Please read the list of parts and say which of them are missing.";
+/// The user and the assistant speak in turn.
+const TURNS: [&str; 5] = [OPENING, "I read it.", "Which are blue?", "Three are blue.", "Write a summary of all this."];
+
+/// A server whose answers repeat the prompt, so that an answer shows what the model read.
+async fn server(configure: fn(&mut ServerState), cache: Option<&tempfile::TempDir>) -> Server {
+    let prompt_cache_dir = cache.map(|dir| dir.path().into());
+    Setup { context: 8192, configure, prompt_cache_dir, ..Setup::default() }.start().await
+}
+
+fn tools(path: &str, names: &[&str]) -> Value {
+    let schema = json!({"type": "object", "properties": {"path": {"type": "string", "description": "Where to look"}}});
+    let tool = |name: &&str| match path {
+        MESSAGES => json!({"name": name, "description": "Reads a part of the list.", "input_schema": schema}),
+        RESPONSES => json!({"type": "function", "name": name, "description": "Reads the list.", "parameters": schema}),
+        _ => {
+            let function = json!({"name": name, "description": "Reads the list.", "parameters": schema});
+            json!({"type": "function", "function": function})
+        }
+    };
+    names.iter().map(tool).collect()
+}
+
+/// A request with a system prompt and turns, without tools.
+fn request(path: &str, system: &str, turns: &[&str]) -> Value {
+    let role = |index: usize| if index.is_multiple_of(2) { "user" } else { "assistant" };
+    let turns = turns.iter().enumerate();
+    let mut messages: Vec<_> = turns.map(|(index, text)| json!({"role": role(index), "content": text})).collect();
+    match path {
+        MESSAGES => json!({"system": system, "messages": messages, "max_tokens": 4000}),
+        RESPONSES => json!({"instructions": system, "input": messages}),
+        _ => {
+            messages.insert(0, json!({"role": "system", "content": system}));
+            json!({"messages": messages})
+        }
+    }
+}
+
+fn with(mut request: Value, fields: Value) -> Value {
+    request.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+    request
+}
+
+/// The request with tools whose calls are forbidden.
+fn without_calls(path: &str, request: &Value, names: &[&str]) -> Value {
+    let choice = if path == MESSAGES { json!({"type": "none"}) } else { json!("none") };
+    with(request.clone(), json!({"tools": tools(path, names), "tool_choice": choice}))
+}
+
+/// The parts of an answer that the model wrote.
+fn written(path: &str, answer: &Value) -> String {
+    match path {
+        MESSAGES => answer["content"].to_string(),
+        RESPONSES => {
+            let items = answer["output"].as_array().unwrap().iter();
+            items.map(|item| json!([item["type"], item["content"], item["arguments"]]).to_string()).collect()
+        }
+        _ => answer["choices"].to_string(),
+    }
+}
+
+/// Number of tokens of the prompt, and how many of them were cached.
+fn prompt_tokens(path: &str, answer: &Value) -> (u64, u64) {
+    let usage = &answer["usage"];
+    let count = |at: &str| usage.pointer(at).and_then(Value::as_u64).unwrap_or_default();
+    match path {
+        MESSAGES => {
+            let cached = count("/cache_read_input_tokens");
+            (count("/input_tokens") + count("/cache_creation_input_tokens") + cached, cached)
+        }
+        RESPONSES => (count("/input_tokens"), count("/input_tokens_details/cached_tokens")),
+        _ => (count("/prompt_tokens"), count("/prompt_tokens_details/cached_tokens")),
+    }
+}
+
+/// Sends a request. Returns the answer and the number of reused tools.
+async fn ask(server: &Server, path: &str, key: &str, body: &Value) -> (Value, Option<String>) {
+    let authorization = format!("Bearer {key}");
+    let headers = [("authorization", &*authorization)];
+    let answer = server.send("POST", path, &headers, Some(body.to_string().as_bytes())).await;
+    let reused = answer.header(HEADER).map(str::to_owned);
+    let status = answer.status;
+    let body = answer.json().await;
+    assert_eq!(status, 200, "{body}");
+    (body, reused)
+}
+
+#[tokio::test]
+async fn summary_equals_request_with_forbidden_calls() {
+    let dir = tempfile::tempdir().unwrap();
+    let reusing = server(ServerState::reuse_tools, Some(&dir)).await;
+    let plain = server(|_| (), None).await;
+    let names = ["read_list", "count_parts", "find_part"];
+    for path in [CHAT, MESSAGES, RESPONSES] {
+        for turns in [1, 3] {
+            let before = with(request(path, SYSTEM, &TURNS[..turns]), json!({"tools": tools(path, &names)}));
+            assert_eq!(ask(&reusing, path, "key", &before).await.1, None, "{path}");
+        }
+        let summary = request(path, SYSTEM, &TURNS);
+        let expected = plain.ask(path, &without_calls(path, &summary, &names)).await;
+        let (answer, reused) = ask(&reusing, path, "key", &summary).await;
+        assert_eq!(reused.as_deref(), Some("3"), "{path}");
+        assert_eq!(written(path, &answer), written(path, &expected), "{path}");
+        assert!(written(path, &answer).contains("count_parts"), "{path}: the model reads the tools");
+        let (tokens, cached) = prompt_tokens(path, &answer);
+        assert_eq!(tokens, prompt_tokens(path, &expected).0, "{path}");
+        assert!(tokens > 200 && tokens - cached < 60, "{path}: {cached} of {tokens} are cached");
+
+        let today = plain.ask(path, &summary).await;
+        assert!(!written(path, &today).contains("count_parts"), "{path}");
+        let (uncached, reused) = ask(&reusing, path, "key", &with(summary, json!({"cache_prompt": false}))).await;
+        assert_eq!((written(path, &uncached), reused), (written(path, &today), None), "{path}");
+    }
+}
+
+#[tokio::test]
+async fn other_requests_get_no_tools() {
+    let reusing = server(ServerState::reuse_tools, None).await;
+    let plain = server(|_| (), None).await;
+    for path in [CHAT, MESSAGES, RESPONSES] {
+        let before = with(request(path, SYSTEM, &TURNS[..3]), json!({"tools": tools(path, &["read_list"])}));
+        let salted = with(before.clone(), json!({"cache_salt": "a"}));
+        ask(&reusing, path, "key", &salted).await;
+        let summary = request(path, SYSTEM, &TURNS);
+        let salt = |salt: &str| with(summary.clone(), json!({"cache_salt": salt}));
+        let mut other_turns = TURNS;
+        other_turns[0] = "Please count the parts.";
+        for (key, body) in [
+            ("key", summary.clone()),
+            ("key", salt("b")),
+            ("other key", salt("a")),
+            ("key", with(salt("a"), json!({"model": "mock"}))),
+            ("key", with(request(path, "You write summaries.", &TURNS), json!({"cache_salt": "a"}))),
+            ("key", with(request(path, SYSTEM, &other_turns), json!({"cache_salt": "a"}))),
+            ("key", with(request(path, SYSTEM, &TURNS[..1]), json!({"cache_salt": "a"}))),
+        ] {
+            let (answer, reused) = ask(&reusing, path, key, &body).await;
+            assert_eq!(reused, None, "{path}, {key}: {body}");
+            assert_eq!(written(path, &answer), written(path, &plain.ask(path, &body).await), "{path}: {body}");
+        }
+        assert_eq!(ask(&reusing, path, "key", &salt("a")).await.1.as_deref(), Some("1"), "{path}");
+    }
+}
+
+#[tokio::test]
+async fn streams_and_counts_reuse_tools() {
+    let reusing = server(ServerState::reuse_tools, None).await;
+    for (path, counted) in
+        [(MESSAGES, Some("/v1/messages/count_tokens")), (RESPONSES, Some("/v1/responses/input_tokens")), (CHAT, None)]
+    {
+        let before = with(request(path, SYSTEM, &TURNS[..1]), json!({"tools": tools(path, &["read_list", "find"])}));
+        reusing.ask(path, &before).await;
+        let summary = request(path, SYSTEM, &TURNS);
+        let stream = reusing.post(path, &with(summary.clone(), json!({"stream": true}))).await;
+        assert_eq!(stream.header(HEADER), Some("2"), "{path}");
+        assert_eq!((stream.status, stream.text().await.is_empty()), (200, false), "{path}");
+        if let Some(counted) = counted {
+            let answer = reusing.ask(path, &summary).await;
+            let count = reusing.ask(counted, &summary).await;
+            assert_eq!(count["input_tokens"], prompt_tokens(path, &answer).0, "{path}");
+        }
+    }
+}
