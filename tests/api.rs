@@ -23,6 +23,8 @@ mod context_full;
 mod continue_final;
 #[path = "api/deadline.rs"]
 mod deadline;
+#[path = "api/deferred_tools.rs"]
+mod deferred_tools;
 #[path = "api/desktop_clients.rs"]
 mod desktop_clients;
 #[path = "api/images.rs"]

@@ -79,9 +79,9 @@ impl AgentTarget {
                 ("CLAUDE_CODE_MAX_OUTPUT_TOKENS", self.output().to_string()),
                 ("CLAUDE_STREAM_IDLE_TIMEOUT_MS", CLAUDE_IDLE_MS.into()),
                 ("CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC", "1".into()),
-                // With its tool search, Claude Code adds tools at the start of the prompt in the middle of a
-                // conversation. The whole prompt is then computed again.
-                ("ENABLE_TOOL_SEARCH", "false".into()),
+                // The first prompt has only the tools that most turns need. The definition of another tool is written
+                // where Claude Code has found the tool, so the start of the prompt stays in the cache.
+                ("ENABLE_TOOL_SEARCH", "true".into()),
             ],
             removed: &["ANTHROPIC_API_KEY"],
             ..AgentSetup::default()
@@ -209,7 +209,7 @@ mod tests {
             assert!(written && !setup.files.iter().any(|(_, text)| text.contains("secret")), "{agent:?}");
         }
         let claude = target.setup(Agent::Claude, Path::new("/d"));
-        assert!(claude.variables.contains(&("ENABLE_TOOL_SEARCH", "false".into())));
+        assert!(claude.variables.contains(&("ENABLE_TOOL_SEARCH", "true".into())));
         // Codex parses the value of -c as TOML.
         let codex = target.setup(Agent::Codex, Path::new("/d"));
         for setting in codex.args.iter().filter(|arg| *arg != "-c") {

@@ -87,7 +87,7 @@ serve_turns() {
   done
 }
 
-# Claude Code that sends tools only after it has searched for them, which launch switches off.
+# Claude Code that calls a tool of an MCP server only after it has searched for the tool.
 run_claude_search() {
   local dir=$1 port=$2
   timeout 600 env -i HOME="$dir/home" PATH="$cache/node_modules/.bin:$PATH" LANG=C.UTF-8 ENABLE_TOOL_SEARCH=true \

@@ -263,9 +263,6 @@ async fn deferred_tools_are_accepted() {
     let tool = json!({"name": "WebFetch", "description": "d", "input_schema": schema, "defer_loading": true});
     let mut custom = tool.clone();
     custom["type"] = "custom".into();
-    let with = server.ask(COUNT, &json!({"messages": user, "tools": [tool]})).await;
-    let without = server.ask(COUNT, &json!({"messages": user})).await;
-    assert!(with["input_tokens"].as_u64() > without["input_tokens"].as_u64(), "{with} {without}");
     server.ask(MESSAGES, &json!({"messages": user, "max_tokens": 1, "tools": [custom]})).await;
     let function = json!({"name": "WebFetch", "parameters": schema});
     let tools = json!([{"type": "function", "function": function, "defer_loading": true}]);

@@ -32,7 +32,7 @@ pub struct Message<I> {
     pub extra: Map<String, Value>,
 }
 
-/// The content of a message: text, or text and images. Adjacent texts are one part.
+/// The content of a message: text, or text, images and tools. Adjacent texts are one part.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Content<I> {
     pub parts: Vec<Part<I>>,
@@ -42,6 +42,8 @@ pub struct Content<I> {
 pub enum Part<I> {
     Text(String),
     Image(I),
+    /// Name of a tool. [`Message::define_tools`] replaces the part by the definition of the tool.
+    Tool(String),
 }
 
 /// A call in an assistant's message: `{"id", "type", "function": {"name", "arguments"}}`. The arguments are an object,
@@ -84,11 +86,29 @@ impl<I> Message<I> {
         Self { role, content, reasoning, calls: calls.into_iter().map(ToolCall).collect(), extra: fields }
     }
 
+    fn parts(&self) -> impl Iterator<Item = &Part<I>> {
+        self.content.iter().flat_map(|content| &content.parts)
+    }
+
     pub fn images(&self) -> impl Iterator<Item = &I> {
-        self.content.iter().flat_map(|content| &content.parts).filter_map(|part| match part {
-            Part::Text(_) => None,
-            Part::Image(image) => Some(image),
-        })
+        self.parts().filter_map(|part| if let Part::Image(image) = part { Some(image) } else { None })
+    }
+
+    /// Names of the tools that the message defines.
+    pub fn tools(&self) -> impl Iterator<Item = &str> {
+        self.parts().filter_map(|part| if let Part::Tool(name) = part { Some(&**name) } else { None })
+    }
+
+    /// Replaces each tool by the text that `define` returns for its name, on lines of its own.
+    pub fn define_tools(&mut self, mut define: impl FnMut(&str) -> String) {
+        let Some(content) = &mut self.content else { return };
+        for part in mem::take(&mut content.parts) {
+            match part {
+                Part::Tool(name) => content.push_text(define(&name), "\n"),
+                Part::Text(text) => content.push_text(text, "\n"),
+                image @ Part::Image(_) => content.parts.push(image),
+            }
+        }
     }
 
     /// Calls `change` with every text of the message.
@@ -171,7 +191,7 @@ impl<I> Serialize for Content<I> {
         match self.text() {
             Some(text) => serializer.serialize_str(text),
             None => serializer.collect_seq(self.parts.iter().map(|part| match part {
-                Part::Text(text) => json!({"type": "text", "text": text}),
+                Part::Text(text) | Part::Tool(text) => json!({"type": "text", "text": text}),
                 Part::Image(_) => json!({"type": "image", "image": true}),
             })),
         }
@@ -244,6 +264,21 @@ mod tests {
         let parts =
             json!([{"type": "text", "text": "a+b"}, {"type": "image", "image": true}, {"type": "text", "text": "c"}]);
         assert_eq!(serde_json::to_value(&message).unwrap()["content"], parts);
+    }
+
+    #[test]
+    fn definitions_replace_tools() {
+        let define = |parts: Vec<Part<u8>>| {
+            let mut message = Message::tool_result(Value::Null, Content { parts });
+            message.define_tools(|name| format!("<{name}>"));
+            serde_json::to_value(&message).unwrap()["content"].clone()
+        };
+        let text = |text: &str| Part::Text(text.into());
+        let tool = |name: &str| Part::Tool(name.into());
+        assert_eq!(define(vec![text("a"), tool("f"), tool("g"), text("b")]), "a\n<f>\n<g>\nb");
+        assert_eq!(define(vec![tool("f")]), "<f>");
+        let parts = define(vec![text("a"), Part::Image(7), tool("f")]);
+        assert_eq!((parts[0]["text"].clone(), parts[2]["text"].clone()), (json!("a"), json!("<f>")));
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! A model's chat template: renders messages to a prompt, byte for byte as transformers does.
 
+mod definitions;
 mod files;
 mod messages;
 mod python;

@@ -10,7 +10,7 @@ use crate::http::{
         continue_final, messages,
         response_format::FormatField,
         sampling_params as params, thinking,
-        tools::{self, ToolChoice},
+        tools::{self, ToolChoice, without_deferral},
     },
 };
 use moestro_chat::{Content, Message, Role, ToolCall, grammar::ContentFormat};
@@ -146,7 +146,13 @@ impl MessagesRequest {
             return Err(ApiError::invalid("thinking", text));
         }
         let tools = self.tools.iter().flatten().enumerate().map(|(index, it)| tool(it, index));
-        let tools = tools.collect::<Result<Vec<_>, _>>()?;
+        let mut tools = tools.collect::<Result<Vec<_>, _>>()?;
+        // A search that Anthropic's servers would run is not needed if the model reads all tools from the start.
+        let count = tools.len();
+        tools.retain(|tool| !tool.is_null());
+        if tools.len() < count {
+            tools.iter_mut().for_each(|tool| *tool = without_deferral(tool));
+        }
         if let Some(other) = thinking.filter(|kind| !["enabled", "adaptive", "disabled"].contains(kind)) {
             return Err(ApiError::not_allowed("thinking.type", other, "`enabled`, `adaptive` or `disabled`"));
         }
@@ -227,7 +233,7 @@ fn push(messages: &mut Vec<Message<ImagePart>>, message: &Value, at: &str, is_ne
     match (role, &message["content"]) {
         (_, Value::String(text)) => messages.push(Message::new(role, text.clone())),
         (Role::User, Value::Array(blocks)) => push_user(messages, blocks, &at, is_new)?,
-        (Role::Assistant, Value::Array(blocks)) => messages.push(assistant(blocks, &at)?),
+        (Role::Assistant, Value::Array(blocks)) => push_assistant(messages, blocks, &at)?,
         (_, blocks @ Value::Array(_)) => messages.push(Message::new(role, BLOCKS.text(blocks, &at, is_new)?)),
         _ => return Err(ApiError::wrong_type(at, "must be a string or an array of blocks.")),
     }
@@ -263,7 +269,9 @@ fn push_content(messages: &mut Vec<Message<ImagePart>>, content: &mut Content<Im
     }
 }
 
-fn assistant(blocks: &[Value], at: &str) -> Result<Message<ImagePart>, ApiError> {
+/// Translates the assistant's blocks to one message. The result of a tool search that Anthropic's servers ran is a
+/// separate message, so that the definitions of the tools stand outside of the assistant's text.
+fn push_assistant(messages: &mut Vec<Message<ImagePart>>, blocks: &[Value], at: &str) -> Result<(), ApiError> {
     let mut content = String::new();
     let mut reasoning = String::new();
     let mut calls = Vec::new();
@@ -277,22 +285,47 @@ fn assistant(blocks: &[Value], at: &str) -> Result<Message<ImagePart>, ApiError>
             // The block is encrypted. Only Anthropic can read the text.
             Some("redacted_thinking") => {}
             Some("tool_use") => {
-                let input = match &block["input"] {
-                    input @ Value::Object(_) => Some(input.clone()),
-                    Value::String(text) => Some(messages::parse_arguments(text)),
-                    Value::Null => Some(json!({})),
-                    _ => None,
-                };
-                let (Some(name), Some(input)) = (block["name"].as_str(), input) else {
+                let (Some(name), Some(input)) = (block["name"].as_str(), input(&block["input"])) else {
                     return Err(ApiError::wrong_type(at, "must have a name and an input, which is an object."));
                 };
                 calls.push(ToolCall::new(block["id"].clone(), name, input));
+            }
+            Some("server_tool_use") if is_search(&block["name"]) => {
+                let name = block["name"].as_str().unwrap_or_default();
+                calls.push(ToolCall::new(block["id"].clone(), name, input(&block["input"]).unwrap_or_default()));
+            }
+            Some("tool_search_tool_result") => {
+                let before =
+                    Message::assistant(mem::take(&mut content), mem::take(&mut reasoning), mem::take(&mut calls));
+                messages.push(before);
+                let mut found = Content::default();
+                let error = std::slice::from_ref(&block["content"]);
+                for reference in block["content"]["tool_references"].as_array().map_or(error, Vec::as_slice) {
+                    BLOCKS.push(reference, &at, false, &mut found)?;
+                }
+                messages.push(Message::tool_result(block["tool_use_id"].clone(), found));
             }
             Some(kind) if is_server_call(kind) => {}
             _ => content += &BLOCKS.part_text(block, &at, false)?,
         }
     }
-    Ok(Message::assistant(content, reasoning, calls))
+    messages.push(Message::assistant(content, reasoning, calls));
+    Ok(())
+}
+
+/// The input of an earlier call. `None` if it is neither an object nor text.
+fn input(input: &Value) -> Option<Value> {
+    match input {
+        Value::Object(_) => Some(input.clone()),
+        Value::String(text) => Some(messages::parse_arguments(text)),
+        Value::Null => Some(json!({})),
+        _ => None,
+    }
+}
+
+/// True for the type or the name of a tool search that Anthropic's servers run.
+fn is_search(kind: &Value) -> bool {
+    kind.as_str().is_some_and(|kind| kind.starts_with("tool_search_tool_"))
 }
 
 /// True for calls and results of tools that Anthropic's servers ran. They are left out, because the text after them says
@@ -301,8 +334,12 @@ fn is_server_call(kind: &str) -> bool {
     kind == "server_tool_use" || kind == "mcp_tool_use" || kind.ends_with("_tool_result")
 }
 
-/// Translates a tool that the client runs. Tools that Anthropic's servers run have other types and are refused.
+/// Translates a tool that the client runs. Tools that Anthropic's servers run have other types and are refused, except
+/// for a tool search, which becomes null.
 fn tool(tool: &Value, index: usize) -> Result<Value, ApiError> {
+    if is_search(&tool["type"]) {
+        return Ok(Value::Null);
+    }
     if let Some(kind) = tool["type"].as_str().filter(|&kind| kind != "custom") {
         let text =
             format!("tools[{index}] has type `{kind}`, which this server cannot run; send tools with an input_schema.");
@@ -314,8 +351,7 @@ fn tool(tool: &Value, index: usize) -> Result<Value, ApiError> {
             function.insert(ours.into(), value.clone());
         }
     }
-    tools::copy_strict(tool, &mut function);
-    Ok(json!({"type": "function", "function": function}))
+    Ok(tools::with_function(tool, function))
 }
 
 #[cfg(test)]

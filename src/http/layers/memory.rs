@@ -374,7 +374,7 @@ pub fn message_bytes<I>(message: &Message<I>) -> usize {
     // Fields that the client sent are also in `extra`.
     let nodes = if extra.contains_key("content") { 1 } else { 1 + 2 * typed };
     let part = |part: &Part<I>| match part {
-        Part::Text(text) => text.len(),
+        Part::Text(text) | Part::Tool(text) => text.len(),
         Part::Image(_) => 0,
     };
     let text = content.iter().flat_map(|content| &content.parts).map(part).sum::<usize>()

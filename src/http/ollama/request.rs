@@ -95,9 +95,9 @@ impl OllamaCommon {
         };
         let content = self.format.map(response_format).transpose()?.flatten();
         let max_tokens = params::token_limit("options.num_predict", common.max_tokens, 1)?;
-        let format = RequestedFormat::new(content, &tools, &ToolChoice::Auto(None), true, tools::chat_path);
         let stops = common.stops("options.stop")?;
         let mut prompt = ChatPrompt::new(messages, false, tools, tools::chat_path)?;
+        let format = RequestedFormat::new(content, &prompt.tools, &ToolChoice::Auto(None), true, tools::chat_path);
         prompt.set_thinking(enabled);
         Ok(GenerationRequest {
             max_tokens,

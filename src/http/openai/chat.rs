@@ -63,15 +63,15 @@ impl ChatRequest {
         let Thinking { enabled, budget } = Thinking::of(&self)?;
         let content = response_format::requested(&self)?;
         let tools = self.tools.take().unwrap_or_default();
-        let choice = ToolChoice::parse(self.tool_choice.as_ref(), &tools)?;
-        let format = RequestedFormat::new(content, &tools, &choice, parallel, tools::chat_path);
-        if format.is_some() {
-            continue_final::check_new_message(continue_final::is_requested(&self)?)?;
-        }
         let n = params::choice_count(common.n)?;
         let stops = common.stops("stop")?;
         let continues = continue_final::is_requested(&self)?;
         let mut prompt = ChatPrompt::new(messages::read(self.messages)?, continues, tools, tools::chat_path)?;
+        let choice = ToolChoice::parse(self.tool_choice.as_ref(), &prompt.tools)?;
+        let format = RequestedFormat::new(content, &prompt.tools, &choice, parallel, tools::chat_path);
+        if format.is_some() {
+            continue_final::check_new_message(continues)?;
+        }
         prompt.forbids_calls = choice == ToolChoice::None;
         prompt.kwargs = self.chat_template_kwargs.unwrap_or_default();
         prompt.set_thinking(enabled);

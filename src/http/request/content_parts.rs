@@ -62,16 +62,19 @@ impl PartFormat {
         Ok(content)
     }
 
-    /// Appends one text or image part to a message's content.
+    /// Appends one part to a message's content: text, an image, or a reference to a tool.
     pub fn push(&self, part: &Value, at: &str, is_new: bool, content: &mut Content<ImagePart>) -> Result<(), ApiError> {
-        match image_source(part) {
-            Some((source, detail)) => {
+        match (image_source(part), part["tool_name"].as_str()) {
+            (Some((source, detail)), _) => {
                 let at = at.to_owned();
                 let separator = self.separator;
                 let image = ImagePart { source, low_detail: detail == "low", at, is_new, separator };
                 content.parts.push(Part::Image(image));
             }
-            None => content.push_text(self.part_text(part, at, is_new)?, self.separator),
+            (None, Some(tool)) if part["type"] == "tool_reference" && !is_new => {
+                content.parts.push(Part::Tool(tool.to_owned()));
+            }
+            (None, _) => content.push_text(self.part_text(part, at, is_new)?, self.separator),
         }
         Ok(())
     }
@@ -212,19 +215,23 @@ fn unreadable(kind: &str, at: &str) -> ApiError {
 
 /// The sentence that replaces a part or an item that the server cannot read.
 pub fn replacement(part: &Value) -> String {
-    let short = |text: &str| text.chars().take(SHOWN_CHARS).collect::<String>();
-    match (part["type"].as_str(), part["tool_name"].as_str()) {
-        (None, _) => "[A block without a type is not shown: this server cannot read it]".into(),
-        (Some("tool_reference"), Some(tool)) => format!(
-            "[A block of type `tool_reference` is not shown: the tool `{}` was found. Call it if it is in the list of \
-             tools]",
-            short(tool)
-        ),
-        (Some(kind), _) => match media(kind) {
-            Some(name) => format!("[{name} not shown: this model cannot read it]"),
-            None => format!("[A block of type `{}` is not shown: this server cannot read it]", short(kind)),
-        },
+    let Some(kind) = part["type"].as_str() else {
+        return "[A block without a type is not shown: this server cannot read it]".into();
+    };
+    match media(kind) {
+        Some(name) => format!("[{name} not shown: this model cannot read it]"),
+        None => format!("[A block of type `{}` is not shown: this server cannot read it]", short(kind)),
     }
+}
+
+/// The sentence that replaces a reference to a tool that the start of the prompt or an earlier message defines, or that
+/// the request does not have.
+pub fn reference_sentence(tool: &str) -> String {
+    format!("[The tool `{}` was found. Call it if it is defined above]", short(tool))
+}
+
+fn short(text: &str) -> String {
+    text.chars().take(SHOWN_CHARS).collect()
 }
 
 /// The origin of a message or an item of a conversation.
@@ -337,6 +344,7 @@ mod tests {
         let found = content.parts.iter().map(|part| match part {
             Part::Text(text) => &**text,
             Part::Image(image) => &image.at,
+            Part::Tool(name) => name,
         });
         assert_eq!(found.collect::<Vec<_>>(), ["a+b", "m[2]", "c", "m[4]"]);
         let text = |parts: Value| format.content(&parts, "m", true).unwrap().text().unwrap().to_owned();
@@ -378,10 +386,6 @@ mod tests {
             (json!({"type": "search_result", "content": 5}), "[A block of type `search_result` is not shown: this"),
             (json!({"type": "document", "source": {"type": "url"}}), "[file not shown: this model cannot read it]"),
             (json!({"type": "tool_reference"}), "[A block of type `tool_reference` is not shown: this server"),
-            (
-                json!({"type": "tool_reference", "tool_name": "WebFetch"}),
-                "[A block of type `tool_reference` is not shown: the tool `WebFetch` was found. Call it if it is in the",
-            ),
         ] {
             let text = format.part_text(&part, "m", false).unwrap();
             assert!(text.starts_with(sentence) && text.ends_with(']'), "{part}: {text}");

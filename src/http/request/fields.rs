@@ -229,7 +229,10 @@ const RESPONSE_FIELDS: &[Field] = &[
     integer("top_logprobs", "up to 20, with `include`"),
     number("temperature", ""),
     number("top_p", ""),
-    array("tools", "functions, also in namespaces and `additional_tools` items; other types of tools are ignored"),
+    array(
+        "tools",
+        "functions, also in namespaces and in items, and a `tool_search` that the client runs; other types are ignored",
+    ),
     any("tool_choice", ""),
     boolean("parallel_tool_calls", ""),
     object("text", "`format`; `verbosity` is a hint and has no effect"),

@@ -43,6 +43,7 @@ pub enum PromptInput {
 #[derive(Debug)]
 pub struct ChatPrompt {
     pub messages: Vec<Message<ImagePart>>,
+    /// Checked tools. Messages may define deferred tools.
     pub tools: Vec<Value>,
     /// True if `tool_choice` is `none`: the prompt has the tools, but the model may not call tools.
     pub forbids_calls: bool,
@@ -95,10 +96,11 @@ impl ChatPrompt {
         tool_path: ToolPath,
     ) -> Result<Self, ApiError> {
         let mut messages = normalize(messages);
+        let tools = tools::checked(tools, tool_path, &messages.iter().flat_map(Message::tools).collect())?;
         Ok(Self {
             end_marker: if continues { Some(EndMarker::insert(&mut messages)?) } else { None },
             messages,
-            tools: tools::checked(tools, tool_path)?,
+            tools,
             forbids_calls: false,
             kwargs: Map::new(),
             default_thinking: None,

@@ -64,6 +64,10 @@ impl LoadedModel {
                         content.push_text(text, separator);
                         continue;
                     }
+                    Part::Tool(name) => {
+                        content.parts.push(Part::Tool(name));
+                        continue;
+                    }
                     Part::Image(image) => image,
                 };
                 let at = image.at.clone();

@@ -5,11 +5,15 @@ use crate::http::{
     layers::{MemoryPermit, RequestLog, memory},
     models::LoadedModel,
     openai::{CompletionPrompt, TextOrIds},
-    request::{ChatPrompt, GenerationRequest, ImageUrls, PromptInput, sampling_params as params},
+    request::{
+        ChatPrompt, GenerationRequest, ImageUrls, PromptInput, content_parts::reference_sentence,
+        sampling_params as params, tools,
+    },
 };
-use moestro_chat::{Conversation, Message, Speaker, Tokenizer, message_ends};
+use moestro_chat::{Conversation, Message, Speaker, Template, Tokenizer, error::ChatError, message_ends};
 use moestro_engine::{Boundary, BoundaryKind, Image};
-use std::{mem, sync::Arc};
+use serde_json::{Map, Value};
+use std::{collections::BTreeMap, mem, sync::Arc};
 
 /// Maximum number of choices of one completion request, and of its prompts, as in OpenAI's API.
 const MAX_CHOICES: usize = 2048;
@@ -31,8 +35,7 @@ impl LoadedModel {
         let model = self.clone();
         let prompt_bytes =
             |rendered: &Result<(String, _), _>| rendered.as_ref().map_or(0, |(prompt, _)| prompt.capacity());
-        let (prompt, chat) =
-            permit.run_with(working, move || model.render_now(&messages, chat), prompt_bytes).await??;
+        let (prompt, chat) = permit.run_with(working, move || model.render_now(messages, chat), prompt_bytes).await??;
         Ok((prompt, images, chat))
     }
 
@@ -57,7 +60,7 @@ impl LoadedModel {
 
     fn render_now(
         &self,
-        messages: &[Message<Arc<Image>>],
+        messages: Vec<Message<Arc<Image>>>,
         mut chat: ChatPrompt,
     ) -> Result<(String, ChatPrompt), ApiError> {
         let Some(template) = &self.template else {
@@ -65,12 +68,7 @@ impl LoadedModel {
             return Err(ApiError::unsupported(chat.param, message));
         };
         chat.set_thinking(self.thinking.or(chat.default_thinking));
-        let prompt = template.render(&Conversation {
-            messages,
-            tools: (!chat.tools.is_empty()).then_some(&*chat.tools),
-            kwargs: &chat.kwargs,
-            add_generation_prompt: chat.add_generation_prompt,
-        });
+        let prompt = render_with_tools(template, messages, &mut chat);
         let prompt = prompt.map_err(|error| ApiError::of_conversation(error, chat.param))?;
         let prompt = match &chat.end_marker {
             Some(marker) => marker.cut(prompt)?,
@@ -153,6 +151,45 @@ impl LoadedModel {
     }
 }
 
+/// Renders messages, with the tools that are not deferred at the start. Reorders the tools.
+fn render_with_tools<I>(
+    template: &Template,
+    mut messages: Vec<Message<I>>,
+    chat: &mut ChatPrompt,
+) -> Result<String, ChatError> {
+    let (deferred, head): (Vec<_>, Vec<_>) = mem::take(&mut chat.tools).into_iter().partition(tools::is_deferred);
+    define_tools(template, &mut messages, &deferred, !head.is_empty(), &chat.kwargs);
+    let prompt = template.render(&Conversation {
+        messages: &messages,
+        tools: (!head.is_empty()).then_some(&*head),
+        kwargs: &chat.kwargs,
+        add_generation_prompt: chat.add_generation_prompt,
+    });
+    chat.tools = head;
+    chat.tools.extend(deferred);
+    prompt
+}
+
+/// Writes the definition of each deferred tool where a message refers to the tool for the first time. A sentence replaces
+/// other references. `explains_calls` is true if the start of the prompt has tools.
+fn define_tools<I>(
+    template: &Template,
+    messages: &mut [Message<I>],
+    deferred: &[Value],
+    explains_calls: bool,
+    kwargs: &Map<String, Value>,
+) {
+    let name = |tool: &Value| tool["function"]["name"].as_str().unwrap_or_default().to_owned();
+    let mut by_name: BTreeMap<String, &Value> = deferred.iter().rev().map(|tool| (name(tool), tool)).collect();
+    let referenced = messages.iter().flat_map(Message::tools).filter_map(|name| by_name.remove(name));
+    let referenced: Vec<Value> = referenced.map(tools::without_deferral).collect();
+    let texts = template.definitions(&referenced, explains_calls, kwargs);
+    let mut texts: BTreeMap<String, String> = referenced.iter().map(name).zip(texts).collect();
+    for message in messages {
+        message.define_tools(|name| texts.remove(name).unwrap_or_else(|| reference_sentence(name)));
+    }
+}
+
 /// Positions where other prompts are likely to branch off from this prompt.
 pub fn boundaries(tokenizer: &Tokenizer, ids: &[u32]) -> Vec<Boundary> {
     let kind = |speaker| match speaker {
@@ -162,4 +199,69 @@ pub fn boundaries(tokenizer: &Tokenizer, ids: &[u32]) -> Vec<Boundary> {
     };
     let ends = message_ends(tokenizer, ids).into_iter();
     ends.map(|(at, speaker)| Boundary { at, kind: kind(speaker) }).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::http::request::messages;
+    use serde_json::json;
+    use std::path::Path;
+
+    const START_OF_ANSWER: &str = "<|im_start|>assistant\n<think>\n";
+
+    fn tool(name: &str, defer: bool) -> Value {
+        let parameters = json!({"type": "object", "properties": {"a": {"type": "string"}}});
+        json!({"type": "function", "function": {"name": name, "parameters": parameters}, "defer_loading": defer})
+    }
+
+    /// The prompt of a conversation with the demo's template.
+    fn prompt(messages: &[Value], tools: &[Value]) -> String {
+        let template = Template::load(&Path::new(env!("CARGO_MANIFEST_DIR")).join("models/demo/moestro-demo")).unwrap();
+        let messages = messages::read(messages.to_vec()).unwrap();
+        let mut chat = ChatPrompt::new(messages, false, tools.to_vec(), tools::chat_path).unwrap();
+        let messages = mem::take(&mut chat.messages);
+        render_with_tools(&template, messages, &mut chat).unwrap()
+    }
+
+    fn search(found: &[&str]) -> [Value; 2] {
+        let call = json!({"type": "function", "function": {"name": "search", "arguments": "{}"}});
+        let references: Vec<_> =
+            found.iter().map(|name| json!({"type": "tool_reference", "tool_name": name})).collect();
+        [
+            json!({"role": "assistant", "content": "", "tool_calls": [call]}),
+            json!({"role": "tool", "tool_call_id": "1", "content": references}),
+        ]
+    }
+
+    #[test]
+    fn reference_defines_deferred_tool_and_keeps_the_head() {
+        let system = json!({"role": "system", "content": "Be kind."});
+        for start in [vec![system], Vec::new()] {
+            let mut messages = [&start[..], &[json!({"role": "user", "content": "Hi"})]].concat();
+            let tools = [tool("f", true), tool("search", false), tool("g", true)];
+            let before = prompt(&messages, &tools);
+            assert_eq!(before, prompt(&messages, &[tool("search", false)]));
+            messages.extend(search(&["g", "f"]));
+            let after = prompt(&messages, &tools);
+            assert!(after.starts_with(before.strip_suffix(START_OF_ANSWER).unwrap()), "{after}");
+            let definition = |name: &str| tools::without_deferral(&tool(name, true)).to_string();
+            let [f, g] = ["f", "g"].map(|name| definition(name).replace("\":", "\": ").replace(",\"", ", \""));
+            assert!(after.contains(&format!("<tool_response>\n{g}\n{f}\n</tool_response>")), "{after}");
+            messages.extend(search(&["f", "search", "unknown"]));
+            let again = prompt(&messages, &tools);
+            assert!(again.starts_with(after.strip_suffix(START_OF_ANSWER).unwrap()), "{again}");
+            let sentences = ["f", "search", "unknown"].map(reference_sentence).join("\n");
+            assert!(again.contains(&format!("<tool_response>\n{sentences}\n</tool_response>")), "{again}");
+            assert_eq!(again.matches(&f).count(), 1);
+        }
+    }
+
+    #[test]
+    fn first_reference_explains_calls_without_head_tools() {
+        let messages = [&[json!({"role": "user", "content": "Hi"})][..], &search(&["f", "g"])].concat();
+        let text = prompt(&messages, &[tool("f", true), tool("g", true)]);
+        assert!(!text.starts_with("<|im_start|>system") && text.matches("# Tools").count() == 1, "{text}");
+        assert!(text.contains("<tool_response>\n# Tools\n\n<tools>\n{"), "{text}");
+    }
 }

@@ -8,7 +8,7 @@ use crate::http::{
     openai::{ChatRequest, ResponseFormat},
     request::{
         fields::LARK_ONLY,
-        tools::{ToolChoice, ToolPath},
+        tools::{ToolChoice, ToolPath, is_defined},
     },
 };
 use moestro_chat::grammar::{
@@ -53,7 +53,7 @@ impl RequestedFormat {
         tool_path: ToolPath,
     ) -> Option<Self> {
         let (field, content) = content.unwrap_or_default();
-        let has_strict_tool = tools.iter().any(|tool| tool["function"]["strict"] == true);
+        let has_strict_tool = tools.iter().any(|tool| is_defined(tool) && tool["function"]["strict"] == true);
         let (content, tools) = match choice {
             ToolChoice::None if content == ContentFormat::Text => return None,
             ToolChoice::None => (content, Vec::new()),
@@ -66,9 +66,12 @@ impl RequestedFormat {
     }
 }
 
-/// The tools with these names, and their indices. `names` is `None` for all tools.
+/// The tools with these names, and their indices. `names` is `None` for all tools that the prompt defines.
 fn named(tools: &[Value], names: Option<&[String]>) -> Vec<(usize, Value)> {
-    let is_named = |tool: &Value| names.is_none_or(|names| names.iter().any(|name| tool["function"]["name"] == **name));
+    let is_named = |tool: &Value| match names {
+        Some(names) => names.iter().any(|name| tool["function"]["name"] == **name),
+        None => is_defined(tool),
+    };
     tools.iter().enumerate().filter(|(_, tool)| is_named(tool)).map(|(index, tool)| (index, tool.clone())).collect()
 }
 

@@ -2,6 +2,7 @@
 
 use crate::http::{ApiError, openai::ChatRequest};
 use serde_json::{Map, Value, json};
+use std::collections::BTreeSet;
 
 /// Maximum length of a function's name. OpenAI allows 64 characters, and Anthropic allows 128. Neither allows dots, but
 /// some clients send names with dots.
@@ -25,12 +26,38 @@ pub fn replace_functions(request: &mut ChatRequest) -> Result<(), ApiError> {
     Ok(())
 }
 
-/// Copies `strict` from a tool of another API. Only true is copied: the function is a part of the prompt, and false is
-/// the default.
-pub fn copy_strict(tool: &Value, function: &mut Map<String, Value>) {
+/// Field of a tool that is not defined at the start of the prompt. The value of a checked tool is true as long as no
+/// message defines the tool, then false.
+pub const DEFER_LOADING: &str = "defer_loading";
+
+/// Translates a tool of another API with this function. `strict` and `defer_loading` are copied only if they are true:
+/// the tool is a part of the prompt, and false is the default.
+pub fn with_function(tool: &Value, mut function: Map<String, Value>) -> Value {
     if tool["strict"] == true {
         function.insert("strict".into(), true.into());
     }
+    let mut translated = json!({"type": "function", "function": function});
+    if tool[DEFER_LOADING] == true {
+        translated[DEFER_LOADING] = true.into();
+    }
+    translated
+}
+
+/// True if the start of the prompt does not define this checked tool.
+pub fn is_deferred(tool: &Value) -> bool {
+    tool.get(DEFER_LOADING).is_some()
+}
+
+/// A copy of a deferred tool as the start of a prompt would have it.
+pub fn without_deferral(tool: &Value) -> Value {
+    let mut tool = tool.clone();
+    tool.as_object_mut().and_then(|fields| fields.shift_remove(DEFER_LOADING));
+    tool
+}
+
+/// True if the prompt defines this tool, at its start or in a message.
+pub fn is_defined(tool: &Value) -> bool {
+    tool[DEFER_LOADING] != true
 }
 
 /// Path of a field of the tool with this index in the request of an API. The field is `name` or `parameters`.
@@ -41,23 +68,39 @@ pub fn chat_path(index: usize, field: &str) -> String {
     format!("tools[{index}].function.{field}")
 }
 
-/// Checks the tools. `tool_choice` does not change the tools, so that the prompt stays the same and its cache stays
-/// valid.
-pub fn checked(tools: Vec<Value>, path: ToolPath) -> Result<Vec<Value>, ApiError> {
-    for (index, tool) in tools.iter().enumerate() {
-        if tool["type"] != "function" {
-            return Err(ApiError::wrong_value(format!("tools[{index}].type"), "must be `function`."));
-        }
-        let function = &tool["function"];
-        if !function["name"].as_str().is_some_and(is_name) {
-            let rule = format!("must be 1 to {MAX_NAME_LENGTH} letters, digits, dots, dashes or underscores.");
-            return Err(ApiError::wrong_value(path(index, "name"), rule));
-        }
-        if !matches!(function["parameters"], Value::Null | Value::Object(_)) {
-            return Err(ApiError::wrong_value(path(index, "parameters"), "must be a JSON schema, which is an object."));
+/// Checks the tools. `referenced` has the names of the tools that messages define. `tool_choice` does not change the
+/// tools, so that the prompt stays the same and its cache stays valid.
+pub fn checked(mut tools: Vec<Value>, path: ToolPath, referenced: &BTreeSet<&str>) -> Result<Vec<Value>, ApiError> {
+    for (index, tool) in tools.iter_mut().enumerate() {
+        check(tool, index, path)?;
+        let is_referenced = tool["function"]["name"].as_str().is_some_and(|name| referenced.contains(name));
+        match tool.get_mut(DEFER_LOADING) {
+            Some(Value::Bool(true)) if is_referenced => tool[DEFER_LOADING] = false.into(),
+            Some(Value::Bool(true)) | None => {}
+            Some(_) => *tool = without_deferral(tool),
         }
     }
     Ok(tools)
+}
+
+/// True if [`checked`] accepts the tool.
+pub fn is_valid(tool: &Value) -> bool {
+    check(tool, 0, chat_path).is_ok()
+}
+
+fn check(tool: &Value, index: usize, path: ToolPath) -> Result<(), ApiError> {
+    if tool["type"] != "function" {
+        return Err(ApiError::wrong_value(format!("tools[{index}].type"), "must be `function`."));
+    }
+    let function = &tool["function"];
+    if !function["name"].as_str().is_some_and(is_name) {
+        let rule = format!("must be 1 to {MAX_NAME_LENGTH} letters, digits, dots, dashes or underscores.");
+        return Err(ApiError::wrong_value(path(index, "name"), rule));
+    }
+    if !matches!(function["parameters"], Value::Null | Value::Object(_)) {
+        return Err(ApiError::wrong_value(path(index, "parameters"), "must be a JSON schema, which is an object."));
+    }
+    Ok(())
 }
 
 fn is_name(name: &str) -> bool {
@@ -65,7 +108,8 @@ fn is_name(name: &str) -> bool {
     (1..=MAX_NAME_LENGTH).contains(&name.len()) && name.chars().all(is_allowed)
 }
 
-/// Tools that may or must be called. `None` in a variant means all tools. A list has the names of the allowed tools.
+/// Tools that may or must be called. `None` in a variant means all tools that the prompt defines. A list has the names of
+/// the allowed tools.
 #[derive(Debug, PartialEq)]
 pub enum ToolChoice {
     None,
@@ -135,9 +179,9 @@ impl ToolChoice {
         }
     }
 
-    /// Refuses a choice that requires a call if there are no tools.
+    /// Refuses a choice that requires a call if the prompt defines no tools and the choice names none.
     pub fn with_tools(self, tools: &[Value]) -> Result<Self, ApiError> {
-        if tools.is_empty() && matches!(self, Self::Required(_)) {
+        if self == Self::Required(None) && !tools.iter().any(is_defined) {
             return Err(ApiError::wrong_value("tool_choice", "requires a call, but the request has no functions."));
         }
         Ok(self)
@@ -163,19 +207,38 @@ mod tests {
         body["error"]["param"].as_str().unwrap().to_owned()
     }
 
+    fn check_all(tools: Vec<Value>) -> Result<Vec<Value>, ApiError> {
+        checked(tools, chat_path, &BTreeSet::from(["found"]))
+    }
+
+    #[test]
+    fn deferred_tools_are_marked() {
+        let tool =
+            |name: &str, defer: Value| json!({"type": "function", "defer_loading": defer, "function": {"name": name}});
+        let deferred = [("f", json!(true)), ("found", json!(true)), ("f", json!(false)), ("found", json!("yes"))];
+        let tools = check_all(deferred.map(|(name, defer)| tool(name, defer)).to_vec()).unwrap();
+        let found: Vec<_> = tools.iter().map(|tool| (is_deferred(tool), is_defined(tool))).collect();
+        assert_eq!(found, [(true, false), (true, true), (false, true), (false, true)]);
+        assert_eq!(tools[2], json!({"type": "function", "function": {"name": "f"}}));
+        let choice = |word: &str, tools: &[Value]| ToolChoice::parse(Some(&word.into()), tools);
+        assert!(choice("required", &tools[..1]).is_err() && choice("required", &tools[..2]).is_ok());
+        let named = json!({"type": "function", "function": {"name": "f"}});
+        assert_eq!(ToolChoice::parse(Some(&named), &tools[..1]), Ok(ToolChoice::Required(Some(vec!["f".into()]))));
+    }
+
     #[test]
     fn valid_tools_are_kept() {
         let tool = json!({"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}});
-        assert_eq!(checked(vec![tool.clone()], chat_path).unwrap(), [tool]);
+        assert_eq!(check_all(vec![tool.clone()]).unwrap(), [tool]);
     }
 
     #[test]
     fn invalid_tool_error_names_the_field() {
-        assert_eq!(param(checked(vec![json!({"type": "web_search"})], chat_path)), "tools[0].type");
-        assert_eq!(param(checked(vec![json!({"type": "function"})], chat_path)), "tools[0].function.name");
+        assert_eq!(param(check_all(vec![json!({"type": "web_search"})])), "tools[0].type");
+        assert_eq!(param(check_all(vec![json!({"type": "function"})])), "tools[0].function.name");
         for name in [String::new(), "a b".into(), "a>".into(), "ä".into(), "a".repeat(129)] {
             let tool = json!({"type": "function", "function": {"name": name}});
-            assert_eq!(param(checked(vec![tool], chat_path)), "tools[0].function.name");
+            assert_eq!(param(check_all(vec![tool])), "tools[0].function.name");
         }
     }
 }

@@ -12,7 +12,7 @@ use crate::http::{
         messages::parse_arguments,
     },
 };
-use moestro_chat::{Content, Message, Role, ToolCall};
+use moestro_chat::{Content, Message, Part, Role, ToolCall};
 use serde_json::{Map, Value, json};
 
 /// Prefix of this server's `encrypted_content`. The reasoning or the summary follows as plain text.
@@ -27,12 +27,39 @@ const CALL_FIELDS: [&str; 4] = ["action", "actions", "operation", "input"];
 
 const PARTS: PartFormat = PartFormat { types: &["input_text", "output_text", "text", "refusal"], separator: "" };
 
+/// Type of the items with further tools.
+const ADDITIONAL_TOOLS: &str = "additional_tools";
+
+/// The items before the first message of the user or the assistant. The tools of `additional_tools` items among them are
+/// defined at the start of the prompt. Later items with tools define them where they stand.
+pub fn first_items(items: &[Value]) -> &[Value] {
+    let is_first =
+        |item: &&Value| item["type"] == ADDITIONAL_TOOLS || item["role"] == "developer" || item["role"] == "system";
+    &items[..items.iter().take_while(is_first).count()]
+}
+
+/// The tools of an item: those that a search has found, or additional ones.
+pub fn tools(item: &Value) -> impl Iterator<Item = &Value> {
+    let has_tools = item["type"] == ADDITIONAL_TOOLS || item["type"] == "tool_search_output";
+    item["tools"].as_array().filter(|_| has_tools).into_iter().flatten()
+}
+
+/// The tools in a namespace, or the tool itself.
+pub fn members(tool: &Value) -> &[Value] {
+    let inner = tool["tools"].as_array().filter(|_| tool["type"] == "namespace");
+    inner.map_or(std::slice::from_ref(tool), Vec::as_slice)
+}
+
 /// Translates `items` into messages. The last `input` of the items come from the request, and the items before them from
 /// earlier responses. An error names the position of its item.
 pub fn to_messages(items: &[Value], input: usize) -> Result<Vec<Message<ImagePart>>, ApiError> {
     let earlier = items.len().saturating_sub(input);
     let mut builder = MessageBuilder::default();
+    let first = first_items(items).len();
     for (index, (item, is_new)) in items.iter().zip(new_messages(items, origin)).enumerate() {
+        if index < first && item["type"] == ADDITIONAL_TOOLS {
+            continue;
+        }
         let at = match index.checked_sub(earlier) {
             Some(index) => format!("input[{index}]"),
             None => format!("previous_response_id: item {index}"),
@@ -115,6 +142,12 @@ impl MessageBuilder {
                 self.messages.push(Message::new(Role::User, content));
             }
             (Some(kind), _) if SERVER_CALLS.contains(&kind) => {}
+            (Some("tool_search_output" | ADDITIONAL_TOOLS), _) => {
+                self.close();
+                let names = tools(item).flat_map(members).filter_map(|tool| tool["name"].as_str());
+                let parts = names.map(|name| Part::Tool(name.to_owned())).collect();
+                self.messages.push(Message::tool_result(call_id(item).clone(), Content { parts }));
+            }
             (Some("mcp_call"), _) => {
                 self.push_call(item, item["name"].as_str().unwrap_or("mcp"));
                 self.push_output(item, at)?;
@@ -304,7 +337,7 @@ mod tests {
                 ],
                 "tool_search",
                 json!({"q": "x"}),
-                "[A block of type `tool_search_output` is not shown: this server cannot read it]",
+                "",
             ),
         ] {
             let found = messages(&items);

@@ -39,7 +39,7 @@ const STREAM_COPIES: usize = 6;
 
 pub async fn responses(server: Generator, body: Body) -> Result<Response, ApiError> {
     let (request, history, input, permit) = request::read(&server.state, body).await?;
-    let renderer = ResponsesRenderer::new(&request, server.state.clone(), input.clone());
+    let renderer = ResponsesRenderer::new(&request, server.state.clone(), &history, input.clone());
     let mut renderer_permit = permit.empty();
     renderer_permit.resize(renderer.bytes())?;
     let request = request.into_generation(history, input)?;

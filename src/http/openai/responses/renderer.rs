@@ -9,7 +9,7 @@ use crate::http::{
         chat::content_token,
         responses::{
             items::ENCRYPTED_PREFIX,
-            request::{ENCRYPTED_REASONING, ResponsesRequest},
+            request::{ENCRYPTED_REASONING, ResponsesRequest, TOOL_SEARCH},
         },
         unix_seconds,
     },
@@ -18,7 +18,7 @@ use crate::http::{
 };
 use axum::response::Response;
 use moestro_chat::{Tokenizer, parser::Delta};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use std::{collections::BTreeMap, mem, sync::Arc};
 
 /// Renders an answer. Methods that are called with `frames` also write events. Methods that are called with `None` only
@@ -47,6 +47,8 @@ pub struct ResponsesRenderer {
     has_encrypted: bool,
     /// Namespaces by function name. A call of a function in a namespace includes the namespace.
     namespaces: BTreeMap<String, String>,
+    /// True if a call of `tool_search` is a `tool_search_call`.
+    has_search: bool,
     /// The input, if the response is stored.
     stored_input: Option<Vec<Value>>,
 }
@@ -64,11 +66,20 @@ struct OpenItem {
 enum ItemKind {
     Reasoning,
     Message,
-    Call { call_id: String, name: String, namespace: Option<String> },
+    Call {
+        call_id: String,
+        name: String,
+        namespace: Option<String>,
+    },
+    /// A call of a tool search that the client runs.
+    Search {
+        call_id: String,
+    },
 }
 
 impl ResponsesRenderer {
-    pub fn new(request: &ResponsesRequest, state: Arc<ServerState>, input: Vec<Value>) -> Self {
+    /// `history` has the items of earlier responses.
+    pub fn new(request: &ResponsesRequest, state: Arc<ServerState>, history: &[Value], input: Vec<Value>) -> Self {
         let is_stored = request.store.unwrap_or(true);
         let reasoning = request.reasoning.as_ref();
         let summary = reasoning.and_then(|reasoning| reasoning.summary.as_deref());
@@ -108,7 +119,8 @@ impl ResponsesRenderer {
         Self {
             has_summary: summary.is_some(),
             has_encrypted: request.includes(ENCRYPTED_REASONING),
-            namespaces: request.namespaces(),
+            namespaces: request.namespaces(history.iter().chain(&input)),
+            has_search: request.has_search(history.iter().chain(&input)),
             stored_input: is_stored.then_some(input),
             ..Self::without_output(state, response)
         }
@@ -129,6 +141,7 @@ impl ResponsesRenderer {
             has_summary: false,
             has_encrypted: false,
             namespaces: BTreeMap::new(),
+            has_search: false,
             stored_input: None,
         }
     }
@@ -155,7 +168,12 @@ impl ResponsesRenderer {
                 Delta::ToolCall { id, name, .. } => {
                     self.close_item(frames, "completed");
                     let namespace = self.namespaces.get(name).cloned();
-                    self.open_item(frames, ItemKind::Call { call_id: id.clone(), name: name.clone(), namespace });
+                    let kind = if self.has_search && name == TOOL_SEARCH {
+                        ItemKind::Search { call_id: id.clone() }
+                    } else {
+                        ItemKind::Call { call_id: id.clone(), name: name.clone(), namespace }
+                    };
+                    self.open_item(frames, kind);
                 }
                 Delta::Arguments { json, .. } => self.push_text(frames, json),
             }
@@ -168,7 +186,7 @@ impl ResponsesRenderer {
     }
 
     fn is_in_call(&self) -> bool {
-        matches!(&self.open, Some(OpenItem { kind: ItemKind::Call { .. }, .. }))
+        matches!(&self.open, Some(OpenItem { kind: ItemKind::Call { .. } | ItemKind::Search { .. }, .. }))
     }
 
     /// Opens an item of this kind if no such item is open.
@@ -181,6 +199,7 @@ impl ResponsesRenderer {
             ItemKind::Reasoning => "rs",
             ItemKind::Message => "msg",
             ItemKind::Call { .. } => "fc",
+            ItemKind::Search { .. } => "tsc",
         };
         self.begin_item(frames, format!("{prefix}_{}", unique_id()), kind);
     }
@@ -204,7 +223,7 @@ impl ResponsesRenderer {
             if is_message {
                 fields["logprobs"] = logprobs.as_slice().into();
             }
-            self.emit_in(frames, &item, self.text_event(&item.kind, "delta"), fields);
+            self.emit_text(frames, &item, "delta", fields);
         }
         if let Value::Array(all) = &mut item.logprobs {
             all.extend(logprobs);
@@ -220,8 +239,9 @@ impl ResponsesRenderer {
             ItemKind::Reasoning => json!({"text": text}),
             ItemKind::Message => json!({"text": text, "logprobs": logprobs}),
             ItemKind::Call { name, .. } => json!({"name": name, "arguments": text}),
+            ItemKind::Search { .. } => Value::Null,
         };
-        item.logprobs = self.emit_in(frames, &item, self.text_event(&item.kind, "done"), fields)["logprobs"].take();
+        item.logprobs = self.emit_text(frames, &item, "done", fields)["logprobs"].take();
         self.emit_part(frames, &mut item, "done");
         let logprobs = item.logprobs.take();
         let done = self.item_object(&item, logprobs, status);
@@ -234,22 +254,24 @@ impl ResponsesRenderer {
         }
     }
 
-    /// Name of the event about an item's text. `stage` is `delta` or `done`.
-    fn text_event(&self, kind: &ItemKind, stage: &str) -> String {
-        let text = match kind {
+    /// Writes the event about an item's text, and returns its fields. `stage` is `delta` or `done`. The arguments of a
+    /// tool search have no event.
+    fn emit_text(&mut self, frames: Option<&Frames>, item: &OpenItem, stage: &str, fields: Value) -> Value {
+        let text = match item.kind {
             ItemKind::Reasoning if self.has_summary => "reasoning_summary_text",
             ItemKind::Reasoning => "reasoning_text",
             ItemKind::Message => "output_text",
             ItemKind::Call { .. } => "function_call_arguments",
+            ItemKind::Search { .. } => return fields,
         };
-        format!("response.{text}.{stage}")
+        self.emit_in(frames, item, format!("response.{text}.{stage}"), fields)
     }
 
     /// The event that starts or ends the only part of an item. `stage` is `added` or `done`. Calls have no parts. The
     /// log-probabilities may be large, so they are moved into the event and back, not copied.
     fn emit_part(&mut self, frames: Option<&Frames>, item: &mut OpenItem, stage: &str) {
         let (event, part) = match &item.kind {
-            ItemKind::Call { .. } => return,
+            ItemKind::Call { .. } | ItemKind::Search { .. } => return,
             ItemKind::Reasoning if self.has_summary => {
                 ("reasoning_summary_part", text_part("summary_text", &item.text))
             }
@@ -280,6 +302,11 @@ impl ResponsesRenderer {
                 let content = parts(output_text(text, logprobs));
                 json!({"id": id, "type": "message", "status": status, "role": "assistant", "content": content})
             }
+            ItemKind::Search { call_id } => {
+                let arguments: Map<String, Value> = serde_json::from_str(text).unwrap_or_default();
+                json!({"id": id, "type": "tool_search_call", "status": status, "call_id": call_id,
+                       "execution": "client", "arguments": arguments})
+            }
             ItemKind::Call { call_id, name, namespace } => {
                 let mut call = json!({"id": id, "type": "function_call", "status": status, "call_id": call_id,
                                       "name": name, "arguments": text});
@@ -297,7 +324,7 @@ impl ResponsesRenderer {
         match &item.kind {
             ItemKind::Reasoning if self.has_summary => all["summary_index"] = 0.into(),
             ItemKind::Reasoning | ItemKind::Message => all["content_index"] = 0.into(),
-            ItemKind::Call { .. } => {}
+            ItemKind::Call { .. } | ItemKind::Search { .. } => {}
         }
         if let (Value::Object(all), Value::Object(fields)) = (&mut all, fields) {
             all.extend(fields);
@@ -372,8 +399,13 @@ impl ResponsesRenderer {
         self.has_encrypted = item["encrypted_content"].is_string();
         self.has_summary = item["summary"].as_array().is_some_and(|summary| !summary.is_empty());
         let part = if self.has_summary { &item["summary"][0] } else { &item["content"][0] };
-        let text = string(if item["type"] == "function_call" { &item["arguments"] } else { &part["text"] });
+        let text = match item["type"].as_str() {
+            Some("function_call") => string(&item["arguments"]),
+            Some("tool_search_call") => item["arguments"].to_string(),
+            _ => string(&part["text"]),
+        };
         let kind = match item["type"].as_str() {
+            Some("tool_search_call") => ItemKind::Search { call_id: string(&item["call_id"]) },
             Some("reasoning") => ItemKind::Reasoning,
             Some("function_call") => ItemKind::Call {
                 call_id: string(&item["call_id"]),
@@ -423,12 +455,12 @@ impl Renderer for ResponsesRenderer {
         self.emit_response(Some(frames), "response.in_progress");
     }
 
-    /// Sends an empty delta of the open item, or repeats `response.in_progress` if no item is open. SSE comments would
-    /// not keep Codex waiting, since it does not count them as events.
+    /// Sends an empty delta of the open item, or repeats `response.in_progress` if the open item has no deltas or no item
+    /// is open. SSE comments would not keep Codex waiting, since it does not count them as events.
     fn idle(&mut self, frames: &Frames) {
-        match self.open {
-            Some(_) => self.push_text(Some(frames), ""),
-            None => self.emit_response(Some(frames), "response.in_progress"),
+        match &self.open {
+            Some(item) if !matches!(item.kind, ItemKind::Search { .. }) => self.push_text(Some(frames), ""),
+            _ => self.emit_response(Some(frames), "response.in_progress"),
         }
     }
 

@@ -11,20 +11,26 @@ use crate::http::{
         ChatPrompt, GenerationRequest, PromptInput, RequestedFormat, Thinking, body, fields,
         response_format::{self, FormatField},
         sampling_params as params, thinking,
-        tools::{self, ToolChoice},
+        tools::{self, DEFER_LOADING, ToolChoice},
     },
 };
 use axum::body::Body;
 use moestro_chat::{Message, Role};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
-use std::{collections::BTreeMap, mem};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    mem,
+};
 
 /// Value of `include` for the log-probabilities of the text.
 const LOGPROBS: &str = "message.output_text.logprobs";
 
 /// Value of `include` for the `encrypted_content` of reasoning items.
 pub const ENCRYPTED_REASONING: &str = "reasoning.encrypted_content";
+
+/// Type of a tool search, and the name of its function.
+pub const TOOL_SEARCH: &str = "tool_search";
 
 /// Maximum number of characters of an unknown tool's type in the log.
 const LOGGED_CHARS: usize = 40;
@@ -88,31 +94,59 @@ pub async fn read(
 }
 
 impl ResponsesRequest {
-    /// The functions that are offered to the model, including the functions in namespaces.
-    fn functions(&self) -> Result<Vec<Value>, ApiError> {
+    /// The functions of the request and of its items, including the functions in namespaces.
+    fn functions(&self, items: &[Value]) -> Result<Vec<Value>, ApiError> {
         let mut functions = Vec::new();
         for (index, it) in self.tools.iter().flatten().enumerate() {
-            let at = format!("tools[{index}]");
-            match it["tools"].as_array().filter(|_| it["type"] == "namespace") {
-                Some(inner) => {
-                    for (index, it) in inner.iter().enumerate() {
-                        functions.extend(tool(it, &format!("{at}.tools[{index}]"))?);
-                    }
-                }
-                None => functions.extend(tool(it, &at)?),
+            let is_namespace = it["type"] == "namespace";
+            for (inner, it) in items::members(it).iter().enumerate() {
+                let at =
+                    if is_namespace { format!("tools[{index}].tools[{inner}]") } else { format!("tools[{index}]") };
+                functions.extend(tool(it, &at)?);
             }
+        }
+        let mut names: BTreeSet<String> = functions.iter().filter_map(function_name).collect();
+        let first = items::first_items(items).len();
+        for (index, item) in items.iter().enumerate() {
+            // An error in an item would repeat with each further request of the conversation.
+            let found = items::tools(item).flat_map(items::members).filter_map(|it| tool(it, "").ok().flatten());
+            for mut function in found.filter(tools::is_valid) {
+                if index >= first {
+                    function[DEFER_LOADING] = true.into();
+                }
+                if function_name(&function).is_some_and(|name| names.insert(name)) {
+                    functions.push(function);
+                }
+            }
+        }
+        // A search that OpenAI's servers would run is not needed if the model reads all tools from the start.
+        if self.all_tools(items::first_items(items)).any(|tool| tool["type"] == TOOL_SEARCH && !is_search(tool)) {
+            functions.iter_mut().for_each(|function| *function = tools::without_deferral(function));
         }
         Ok(functions)
     }
 
+    /// The tools of the request and of `items`, with namespaces as one tool.
+    fn all_tools<'a>(&'a self, items: impl IntoIterator<Item = &'a Value>) -> impl Iterator<Item = &'a Value> {
+        self.tools.iter().flatten().chain(items.into_iter().flat_map(items::tools))
+    }
+
     /// Maps the name of each function that is in a namespace to the name of the namespace.
-    pub fn namespaces(&self) -> BTreeMap<String, String> {
-        let spaces = self.tools.iter().flatten().filter(|tool| tool["type"] == "namespace");
-        let pairs = spaces.flat_map(|space| {
-            let functions = space["tools"].as_array().into_iter().flatten();
-            functions.filter_map(|tool| Some((tool["name"].as_str()?.to_owned(), space["name"].as_str()?.to_owned())))
-        });
-        pairs.collect()
+    pub fn namespaces<'a>(&'a self, items: impl Iterator<Item = &'a Value>) -> BTreeMap<String, String> {
+        let mut namespaces = BTreeMap::new();
+        for space in self.all_tools(items).filter(|tool| tool["type"] == "namespace") {
+            for function in items::members(space) {
+                if let (Some(name), Some(space)) = (function["name"].as_str(), space["name"].as_str()) {
+                    namespaces.entry(name.to_owned()).or_insert_with(|| space.to_owned());
+                }
+            }
+        }
+        namespaces
+    }
+
+    /// True if the client runs tool searches.
+    pub fn has_search<'a>(&'a self, items: impl Iterator<Item = &'a Value>) -> bool {
+        self.all_tools(items).any(is_search)
     }
 
     /// Changes the request so that the answer is a single text, without calls, reasoning, text format,
@@ -132,11 +166,10 @@ impl ResponsesRequest {
         self.include.iter().flatten().any(|name| name == part)
     }
 
-    /// Takes the items of `input`. The tools of `additional_tools` items, which Codex sends, move to `tools`.
-    /// References to items are replaced by copies of the items. `permit` grows by the memory of the copies and of their
-    /// translation.
+    /// Takes the items of `input`. References to items are replaced by copies of the items. `permit` grows by the memory
+    /// of the copies and of their translation.
     pub fn take_input(&mut self, store: &ResponseStore, permit: &mut MemoryPermit) -> Result<Vec<Value>, ApiError> {
-        let mut items = match self.input.take() {
+        let items = match self.input.take() {
             Some(Value::String(text)) => vec![json!({"type": "message", "role": "user", "content": text})],
             Some(Value::Array(items)) => items,
             None if self.previous_response_id.is_some() => Vec::new(),
@@ -145,9 +178,6 @@ impl ResponsesRequest {
                 return Err(ApiError::wrong_type("input", "must be a string or an array of items."));
             }
         };
-        for item in items.extract_if(.., |item| item["type"] == "additional_tools") {
-            self.tools.get_or_insert_default().extend(item["tools"].as_array().cloned().unwrap_or_default());
-        }
         let resolve = |(index, item): (usize, Value)| {
             // A reference may omit its type.
             let is_bare = item.get("type").is_none_or(Value::is_null) && item.get("role").is_none();
@@ -200,13 +230,13 @@ impl ResponsesRequest {
         if self.top_logprobs.is_some_and(|top| top != 0) && !self.includes(LOGPROBS) {
             return Err(ApiError::wrong_value("top_logprobs", format!("is only allowed if include has `{LOGPROBS}`.")));
         }
-        let tools = self.functions()?;
         let mut messages = Vec::new();
         if let Some(instructions) = self.instructions.take().filter(|text| !text.is_empty()) {
             messages.push(Message::new(Role::System, instructions));
         }
         let new = input.len();
         items.extend(input);
+        let tools = self.functions(&items)?;
         messages.extend(items::to_messages(&items, new)?);
         if messages.is_empty() {
             return Err(ApiError::wrong_value("input", "is empty; it must have at least one message."));
@@ -222,17 +252,27 @@ fn tool_path(index: usize, field: &str) -> String {
     format!("tools[{index}].{field}")
 }
 
-/// Translates a function. Returns `None` for `custom` tools and for tools that OpenAI's servers run. The API allows
-/// this, because a model need not call a tool.
+/// True for a tool search that the client runs.
+fn is_search(tool: &Value) -> bool {
+    tool["type"] == TOOL_SEARCH && tool["execution"] == "client"
+}
+
+fn function_name(function: &Value) -> Option<String> {
+    function["function"]["name"].as_str().map(str::to_owned)
+}
+
+/// Translates a function, or a tool search that the client runs. Returns `None` for `custom` tools and for tools that
+/// OpenAI's servers run. The API allows this, because a model need not call a tool.
 fn tool(tool: &Value, at: &str) -> Result<Option<Value>, ApiError> {
     match tool["type"].as_str() {
-        Some("function") => {
-            let fields = ["name", "description", "parameters"].into_iter();
-            let mut function: Map<_, _> = fields
-                .filter_map(|name| Some((name.to_owned(), tool.get(name).filter(|value| !value.is_null())?.clone())))
-                .collect();
-            tools::copy_strict(tool, &mut function);
-            Ok(Some(json!({"type": "function", "function": function})))
+        Some(kind) if kind == "function" || is_search(tool) => {
+            let search = Value::from(TOOL_SEARCH);
+            let name = if kind == TOOL_SEARCH { Some(&search) } else { tool.get("name") };
+            let fields = [("name", name)].into_iter();
+            let fields = fields.chain(["description", "parameters"].map(|field| (field, tool.get(field))));
+            let given = fields
+                .filter_map(|(field, value)| Some((field.to_owned(), value.filter(|value| !value.is_null())?.clone())));
+            Ok(Some(tools::with_function(tool, given.collect())))
         }
         Some(kind) => {
             let kind: String = kind.chars().take(LOGGED_CHARS).collect();
@@ -369,7 +409,7 @@ mod tests {
     #[test]
     fn custom_tools_are_ignored() {
         let tools = json!({"tools": [{"type": "custom", "name": "apply_patch", "format": {"type": "text"}}]});
-        assert!(request(tools).functions().unwrap().is_empty());
+        assert!(request(tools).functions(&[]).unwrap().is_empty());
     }
 
     #[test]
@@ -387,8 +427,8 @@ mod tests {
         let f = |name: &str| json!({"type": "function", "name": name});
         let tools = json!({"tools": [f("a"), {"type": "namespace", "name": "n", "tools": [f("b"), f("c")]}]});
         let request = request(tools);
-        assert_eq!(request.namespaces(), BTreeMap::from([("b".into(), "n".into()), ("c".into(), "n".into())]));
-        let offered = request.functions().unwrap();
+        assert_eq!(request.namespaces([].iter()), BTreeMap::from([("b".into(), "n".into()), ("c".into(), "n".into())]));
+        let offered = request.functions(&[]).unwrap();
         let names: Vec<_> = offered.iter().map(|tool| tool["function"]["name"].as_str().unwrap()).collect();
         assert_eq!(names, ["a", "b", "c"]);
     }
