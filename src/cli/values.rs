@@ -87,6 +87,12 @@ pub enum Agent {
     Qwen,
     /// aider
     Aider,
+    /// GitHub Copilot CLI
+    Copilot,
+    /// pi
+    Pi,
+    /// Continue's command line
+    Continue,
 }
 
 /// A maximum number of tokens; `None` means no maximum.

@@ -9,6 +9,11 @@ use std::path::{Path, PathBuf};
 const ANY_KEY: &str = "local";
 /// Milliseconds without an event after which Claude Code gives up. Half an hour, because long prompts take long.
 const CLAUDE_IDLE_MS: &str = "1800000";
+/// The extension of pi that adds a provider: what comes before and after the JSON of the provider.
+const PI_EXTENSION: [&str; 2] = [
+    "export default (pi) => pi.registerProvider(\"moestro\", {\n...",
+    ",\napiKey: process.env.MOESTRO_API_KEY,\n});\n",
+];
 
 /// The server and the model that an agent uses.
 #[derive(Debug, Clone, Default)]
@@ -34,12 +39,19 @@ pub struct AgentSetup {
     /// Arguments that come before the arguments of the user.
     pub args: Vec<String>,
     pub files: Vec<(PathBuf, String)>,
+    /// Flags of `serve` that help this agent.
+    pub server_flags: &'static [&'static str],
 }
 
 impl AgentTarget {
     /// Maximum number of tokens of an answer: a quarter of the context.
     fn output(&self) -> usize {
         (self.context / 4).clamp(256, 32_000)
+    }
+
+    /// What the model reads.
+    fn inputs(&self) -> Vec<&'static str> {
+        if self.has_vision { vec!["text", "image"] } else { vec!["text"] }
     }
 
     fn key(&self) -> String {
@@ -59,6 +71,9 @@ impl AgentTarget {
             Agent::Opencode => self.opencode(dir),
             Agent::Qwen => self.qwen(),
             Agent::Aider => self.aider(dir),
+            Agent::Copilot => self.copilot(),
+            Agent::Pi => self.pi(dir),
+            Agent::Continue => self.continue_cli(dir),
         }
     }
 
@@ -106,19 +121,19 @@ impl AgentTarget {
             install: "npm install -g @openai/codex",
             variables: vec![("MOESTRO_API_KEY", self.key())],
             args: settings.into_iter().flat_map(|setting| ["-c".to_owned(), setting]).collect(),
+            // Codex sends no tools when it asks for a summary of a long conversation.
+            server_flags: &["--reuse-tools"],
             ..AgentSetup::default()
         }
     }
 
     fn opencode(&self, dir: &Path) -> AgentSetup {
-        let mut input = vec!["text"];
-        input.extend(self.has_vision.then_some("image"));
         let model = json!({
             "name": self.model,
             "tool_call": true,
             "reasoning": self.reasons,
             "attachment": self.has_vision,
-            "modalities": {"input": input, "output": ["text"]},
+            "modalities": {"input": self.inputs(), "output": ["text"]},
             "limit": {"context": self.context, "output": self.output()},
         });
         let config = json!({
@@ -178,6 +193,87 @@ impl AgentTarget {
             ..AgentSetup::default()
         }
     }
+
+    /// Copilot CLI has no setting for images or reasoning of a provider's model.
+    fn copilot(&self) -> AgentSetup {
+        AgentSetup {
+            program: "copilot",
+            install: "npm install -g @github/copilot",
+            variables: vec![
+                ("COPILOT_PROVIDER_BASE_URL", self.openai_url()),
+                ("COPILOT_PROVIDER_TYPE", "openai".into()),
+                ("COPILOT_PROVIDER_WIRE_API", "completions".into()),
+                ("COPILOT_PROVIDER_API_KEY", self.key()),
+                ("COPILOT_MODEL", self.model.clone()),
+                ("COPILOT_PROVIDER_MAX_PROMPT_TOKENS", self.context.saturating_sub(self.output()).to_string()),
+                ("COPILOT_PROVIDER_MAX_OUTPUT_TOKENS", self.output().to_string()),
+            ],
+            removed: &[
+                "COPILOT_PROVIDER_API_KEY_COMMAND",
+                "COPILOT_PROVIDER_BEARER_TOKEN",
+                "COPILOT_PROVIDER_MODEL_ID",
+                "COPILOT_PROVIDER_TRANSPORT",
+                "COPILOT_PROVIDER_WIRE_MODEL",
+            ],
+            ..AgentSetup::default()
+        }
+    }
+
+    /// pi reads providers from a file among the user's own settings. An extension adds one without changing that file.
+    fn pi(&self, dir: &Path) -> AgentSetup {
+        let mut model = json!({
+            "id": self.model,
+            "name": self.model,
+            "reasoning": self.reasons,
+            "input": self.inputs(),
+            "contextWindow": self.context,
+            "maxTokens": self.output(),
+            "cost": {"input": 0, "output": 0, "cacheRead": 0, "cacheWrite": 0},
+        });
+        if self.reasons {
+            // pi then sends `enable_thinking`. Otherwise it cannot switch reasoning off.
+            model["compat"] = json!({"thinkingFormat": "qwen"});
+        }
+        let provider = json!({"baseUrl": self.openai_url(), "api": "openai-completions", "models": [model]});
+        let file = dir.join("pi.js");
+        let [before, after] = PI_EXTENSION;
+        let text = format!("{before}{provider:#}{after}");
+        let words = ["--extension", &file.display().to_string(), "--provider", "moestro", "--model", &self.model];
+        AgentSetup {
+            program: "pi",
+            install: "npm install -g @earendil-works/pi-coding-agent",
+            variables: vec![("MOESTRO_API_KEY", self.key())],
+            args: words.map(str::to_owned).into(),
+            files: vec![(file, text)],
+            ..AgentSetup::default()
+        }
+    }
+
+    /// The file is JSON, which YAML includes. Continue has no setting for the reasoning of a model.
+    fn continue_cli(&self, dir: &Path) -> AgentSetup {
+        let mut capabilities = vec!["tool_use"];
+        capabilities.extend(self.has_vision.then_some("image_input"));
+        let model = json!({
+            "name": self.model,
+            "provider": "openai",
+            "model": self.model,
+            "apiBase": self.openai_url(),
+            "apiKey": "${{ secrets.MOESTRO_API_KEY }}",
+            "roles": ["chat", "edit", "apply", "summarize"],
+            "capabilities": capabilities,
+            "defaultCompletionOptions": {"contextLength": self.context, "maxTokens": self.output()},
+        });
+        let config = json!({"name": "Moestro", "version": "1.0.0", "schema": "v1", "models": [model]});
+        let file = dir.join("continue.yaml");
+        AgentSetup {
+            program: "cn",
+            install: "npm install -g @continuedev/cli",
+            variables: vec![("MOESTRO_API_KEY", self.key())],
+            args: vec!["--config".into(), file.display().to_string()],
+            files: vec![(file, pretty(&config))],
+            ..AgentSetup::default()
+        }
+    }
 }
 
 fn pretty(value: &Value) -> String {
@@ -189,24 +285,39 @@ mod tests {
     use super::*;
     use clap::ValueEnum;
 
-    #[test]
-    fn every_agent_gets_address_model_and_context() {
-        let target = AgentTarget {
+    /// The JSON in a file of an agent.
+    fn json_in(text: &str) -> Value {
+        let [before, after] = PI_EXTENSION;
+        let text = text.strip_prefix(before).map_or(text, |text| text.strip_suffix(after).unwrap());
+        serde_json::from_str(text).unwrap_or_else(|error| panic!("{error}: {text}"))
+    }
+
+    fn target() -> AgentTarget {
+        AgentTarget {
             base_url: "http://127.0.0.1:7".into(),
-            key: Some("secret".into()),
+            key: Some("hidden-key".into()),
             model: "org/na\"me".into(),
             context: 65_536,
             has_vision: true,
             reasons: true,
-        };
+        }
+    }
+
+    #[test]
+    fn every_agent_gets_address_model_and_context() {
+        let target = target();
         for agent in Agent::value_variants() {
             let setup = target.setup(*agent, Path::new("/d"));
             let all = format!("{:?} {:?} {:?}", setup.variables, setup.args, setup.files);
             assert!(all.contains("http://127.0.0.1:7") && all.contains("org/na"), "{agent:?}: {all}");
-            // Qwen Code has no variable for the context length.
-            assert!(*agent == Agent::Qwen || all.contains("65536"), "{agent:?}: {all}");
-            let written = setup.files.iter().all(|(_, text)| serde_json::from_str::<Value>(text).is_ok());
-            assert!(written && !setup.files.iter().any(|(_, text)| text.contains("secret")), "{agent:?}");
+            // Qwen Code has no variable for the context length. Copilot CLI takes the two parts of it.
+            let has_context = all.contains("65536") || all.contains("49152") && all.contains("16384");
+            assert!(*agent == Agent::Qwen || has_context, "{agent:?}: {all}");
+            assert!(setup.variables.iter().any(|(_, value)| value == "hidden-key"), "{agent:?}");
+            for (_, text) in &setup.files {
+                json_in(text);
+                assert!(!text.contains("hidden-key"), "{agent:?}");
+            }
         }
         let claude = target.setup(Agent::Claude, Path::new("/d"));
         assert!(claude.variables.contains(&("ENABLE_TOOL_SEARCH", "true".into())));
@@ -222,5 +333,21 @@ mod tests {
             (&model["limit"]["context"], &model["modalities"]["input"]),
             (&json!(65_536), &json!(["text", "image"]))
         );
+    }
+
+    #[test]
+    fn image_and_reasoning_settings_follow_the_model() {
+        let file = |agent, target: &AgentTarget| json_in(&target.setup(agent, Path::new("/d")).files[0].1);
+        let able = target();
+        let plain = AgentTarget { has_vision: false, reasons: false, ..target() };
+        let pi = |target| file(Agent::Pi, target)["models"][0].clone();
+        let model = pi(&able);
+        assert_eq!((&model["input"], &model["reasoning"]), (&json!(["text", "image"]), &json!(true)));
+        assert_eq!((&model["compat"]["thinkingFormat"], &model["maxTokens"]), (&json!("qwen"), &json!(16_384)));
+        let model = pi(&plain);
+        assert_eq!((&model["input"], &model["reasoning"]), (&json!(["text"]), &json!(false)));
+        let capabilities = |target| file(Agent::Continue, target)["models"][0]["capabilities"].clone();
+        assert_eq!(capabilities(&able), json!(["tool_use", "image_input"]));
+        assert_eq!(capabilities(&plain), json!(["tool_use"]));
     }
 }

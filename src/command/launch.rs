@@ -32,15 +32,18 @@ const SMALL_CONTEXT: usize = 32_768;
 pub fn run(args: &cli::LaunchArgs, settings: &Settings) -> Result<(), CommandError> {
     let remote = ApiClient::remote(&args.remote)?;
     let dir = os::data_dir().ok_or_else(|| usage("cannot find your home directory, which needs a configuration"))?;
-    if !args.dry_run {
-        find_program(args)?;
+    let AgentSetup { program, install, server_flags, .. } = AgentTarget::default().setup(args.agent, Path::new(""));
+    match find_program(program, install) {
+        Err(missing) if args.dry_run => print_note(format_args!("moestro: {missing}")),
+        found => found?,
     }
+    let server_args = server_args(args, server_flags);
     let mut server = None;
     let health = match remote.health() {
         Some(health) => health,
         None if args.dry_run => Value::Null,
         None => {
-            server = Some(OwnServer::start(args)?);
+            server = Some(OwnServer::start(args, &server_args)?);
             remote.health().ok_or_else(|| usage("the server that was started does not answer"))?
         }
     };
@@ -48,6 +51,9 @@ pub fn run(args: &cli::LaunchArgs, settings: &Settings) -> Result<(), CommandErr
     let setup = target.setup(args.agent, &dir.join("agents"));
     let shown = describe(&setup, args);
     if args.dry_run {
+        if health.is_null() {
+            print(command_line("moestro", &server_args));
+        }
         print(shown);
         return Ok(());
     }
@@ -78,14 +84,26 @@ pub fn run(args: &cli::LaunchArgs, settings: &Settings) -> Result<(), CommandErr
 ///
 /// # Errors
 /// The agent is not installed.
-fn find_program(args: &cli::LaunchArgs) -> Result<(), CommandError> {
-    let AgentSetup { program, install, .. } = AgentTarget::default().setup(args.agent, Path::new(""));
+fn find_program(program: &str, install: &str) -> Result<(), CommandError> {
     let dirs = env::var_os("PATH").unwrap_or_default();
     if env::split_paths(&dirs).any(|dir| dir.join(program).is_file()) {
         Ok(())
     } else {
         Err(usage(&format!("{program} is not installed; install it with `{install}`")))
     }
+}
+
+/// Arguments of the server that is started if none runs. `flags` help the agent, unless the user has set their variables.
+fn server_args(args: &cli::LaunchArgs, flags: &[&str]) -> Vec<String> {
+    let is_unset = |flag: &&&str| {
+        let name = flag.trim_start_matches('-').replace('-', "_").to_uppercase();
+        env::var_os(format!("MOESTRO_{name}")).is_none()
+    };
+    let mut words = vec!["serve".to_owned()];
+    words.extend(args.model.clone());
+    words.extend(["--host".to_owned(), args.remote.host.clone(), "--port".to_owned(), args.remote.port.to_string()]);
+    words.extend(flags.iter().filter(is_unset).map(|flag| (*flag).to_owned()));
+    words
 }
 
 /// The model that the agent uses, with its context length and its abilities.
@@ -101,7 +119,7 @@ fn target(
     });
     let served = health["model"].as_str().or(health["next"].as_str()).map(str::to_owned);
     let model = named.or(served).unwrap_or_else(|| crate::demo::NAME.into());
-    let known = if health.is_null() { Value::Null } else { card(remote, &model)? };
+    let known = if health.is_null() { Value::Null } else { card(remote, &model, args.dry_run)? };
     Ok(AgentTarget {
         base_url: api_client::base_url(&args.remote),
         key: args.remote.api_key.clone(),
@@ -112,15 +130,19 @@ fn target(
     })
 }
 
-/// The entry of a model in the server's list. Loads the model first if it is not loaded, because only a loaded model
-/// has a context length there.
-fn card(remote: &ApiClient, model: &str) -> Result<Value, CommandError> {
+/// The entry of a model in the server's list. Only a loaded model has a context length there, so the model is loaded
+/// first, except for a dry run.
+fn card(remote: &ApiClient, model: &str, dry_run: bool) -> Result<Value, CommandError> {
     let find = || -> Result<Value, CommandError> {
         let address = remote.address().unwrap_or_default();
         remote.model(model)?.ok_or_else(|| usage(&format!("the server at {address} has no model {model}")))
     };
     let known = find()?;
     if known["context_length"].is_u64() {
+        return Ok(known);
+    }
+    if dry_run {
+        print_note(format_args!("moestro: {} is not loaded, so its context length is not known", printable(model)));
         return Ok(known);
     }
     print_note(format_args!("loading {}", printable(model)));
@@ -140,9 +162,17 @@ fn describe(setup: &AgentSetup, args: &cli::LaunchArgs) -> String {
         let value = if is_secret && args.remote.api_key.is_some() { "(hidden)" } else { value.as_str() };
         shown += &format!("{name}={}\n", quoted(value));
     }
-    let words = setup.args.iter().chain(&args.args).map(|arg| quoted(arg));
-    let line: Vec<String> = std::iter::once(setup.program.to_owned()).chain(words).collect();
-    printable(&format!("{shown}{}\n", line.join(" "))).into_owned()
+    for name in setup.removed {
+        shown += &format!("unset {name}\n");
+    }
+    shown += &command_line(setup.program, setup.args.iter().chain(&args.args));
+    printable(&shown).into_owned()
+}
+
+fn command_line<'a>(program: &str, args: impl IntoIterator<Item = &'a String>) -> String {
+    let line: Vec<String> =
+        std::iter::once(program.to_owned()).chain(args.into_iter().map(|arg| quoted(arg))).collect();
+    line.join(" ") + "\n"
 }
 
 /// Quotes a word for a shell if needed.
@@ -199,13 +229,12 @@ struct OwnServer(Child);
 
 impl OwnServer {
     /// Starts `moestro serve` and waits until it is ready. The log of the server goes to a file.
-    fn start(args: &cli::LaunchArgs) -> Result<Self, CommandError> {
+    fn start(args: &cli::LaunchArgs, server_args: &[String]) -> Result<Self, CommandError> {
         let failed = &CommandError::io("starting a server");
         let log = os::state_dir().map_or_else(|| PathBuf::from("/dev/null"), |dir| dir.join("launch.log"));
         log.parent().map_or(Ok(()), fs::create_dir_all).map_err(failed)?;
         let mut command = Command::new(env::current_exe().map_err(failed)?);
-        command.arg("serve").args(&args.model);
-        command.args(["--host", &args.remote.host, "--port", &args.remote.port.to_string()]);
+        command.args(server_args);
         if let Some(key) = &args.remote.api_key {
             command.env("MOESTRO_API_KEY", key);
         }

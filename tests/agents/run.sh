@@ -4,8 +4,7 @@
 #
 # Each agent gets a home directory, an empty project, and a checkpoint that follows a script (scripted_model.py). The
 # model calls the agent's shell tool, which must write proof.txt, and then ends with a sentence. aider has no tools: it
-# gets an edit instead. Continue's command line has no launch: it gets a server and the configuration of
-# docs/clients.md. The agent claude-search is Claude Code that has to search for its tool among those of an MCP server,
+# gets an edit instead. The agent claude-search is Claude Code that has to search for its tool among those of an MCP server,
 # many_tools.py. The server's log must have no warning and no status outside 2xx.
 #
 # Then the server is started anew, and the agent resumes the conversation for a second turn. The prompts of all requests
@@ -33,10 +32,10 @@ shift || true
 scratch=$(mktemp -d)
 trap 'kill $(jobs -p) 2>/dev/null || true; [ -n "${MOESTRO_KEEP:-}" ] || rm -rf "$scratch"' EXIT
 
-# turns AGENT SCRIPT... -- ARGUMENTS OF THE AGENT -- ARGUMENTS THAT RESUME: SCRIPT is for scripted_model.py.
+# turns NAME AGENT SCRIPT... -- ARGUMENTS OF THE AGENT -- ARGUMENTS THAT RESUME: SCRIPT is for scripted_model.py.
 turns() {
-  local agent=$1 dir=$scratch/$1 script=() first=() port
-  shift
+  local dir=$scratch/$1 agent=$2 script=() first=() port
+  shift 2
   while [ "$1" != -- ]; do script+=("$1"); shift; done
   shift
   while [ "$1" != -- ]; do first+=("$1"); shift; done
@@ -44,81 +43,17 @@ turns() {
   mkdir -p "$dir/home" "$dir/project"
   python3 "$here/scripted_model.py" "$dir/scripted" "${script[@]}"
   port=$(python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
+  cd "$dir/project"
   launch() {
     # Nothing of the caller's environment reaches the agent or the server.
-    (cd "$dir/project" && timeout 600 env -i HOME="$dir/home" \
-      PATH="$cache/node_modules/.bin:$cache/aider/bin:$PATH" LANG=C.UTF-8 MOESTRO_LOG_LEVEL=debug MOESTRO_LOG_FORMAT=json \
-      "$binary" launch "$agent" --yes --model "$dir/scripted" --port "$port" -- "$@" </dev/null >"$dir/out" 2>"$dir/err")
+    timeout 600 env -i HOME="$dir/home" PATH="$cache/node_modules/.bin:$cache/aider/bin:$PATH" LANG=C.UTF-8 \
+      MOESTRO_LOG_LEVEL=debug MOESTRO_LOG_FORMAT=json CONTINUE_TELEMETRY_ENABLED=0 COPILOT_OFFLINE=true \
+      "$binary" launch "$agent" --yes --model "$dir/scripted" --port "$port" -- "$@" </dev/null >"$dir/out" 2>"$dir/err"
   }
-  launch "${first[@]}"
-  turn_ended "$dir"
+  launch "${first[@]}" || return
+  mv "$dir/project/proof.txt" "$dir/first-proof.txt" || return
+  mv "$dir/home/.local/state/moestro/launch.log" "$dir/first.log" || return
   launch "$@"
-}
-
-# Keeps the log of the first turn.
-turn_ended() {
-  mv "$1/project/proof.txt" "$1/first-proof.txt"
-  mv "$1/home/.local/state/moestro/launch.log" "$1/first.log"
-}
-
-# serve DIR: starts a server of DIR/scripted without launch. Sets $server and $port. The log is where launch would write it.
-serve() {
-  local dir=$1 log=$1/home/.local/state/moestro/launch.log
-  mkdir -p "$(dirname "$log")" "$dir/project"
-  rm -f "$dir/ready"
-  mkfifo "$dir/ready"
-  env -i HOME="$dir/home" "$binary" serve "$dir/scripted" --port 0 --log-level debug --log-format json >"$dir/ready" 2>"$log" &
-  server=$!
-  exec 3<"$dir/ready"
-  read -r -t 60 port <&3
-  port=$(python3 -c 'import json, sys; print(json.loads(sys.argv[1])["port"])' "$port")
-}
-
-# serve_turns AGENT COMMAND: two turns with a server each. COMMAND runs the agent; $1 is --continue for the second turn.
-serve_turns() {
-  local dir=$scratch/$1 command=$2 server port status=0
-  for resume in "" "$3"; do
-    [ -z "$resume" ] || turn_ended "$dir"
-    serve "$dir"
-    (cd "$dir/project" && $command "$dir" "$port" $resume </dev/null >"$dir/out" 2>"$dir/err") || status=$?
-    kill "$server"
-    wait "$server" || true
-    [ $status = 0 ] || return $status
-  done
-}
-
-# Claude Code that calls a tool of an MCP server only after it has searched for the tool.
-run_claude_search() {
-  local dir=$1 port=$2
-  timeout 600 env -i HOME="$dir/home" PATH="$cache/node_modules/.bin:$PATH" LANG=C.UTF-8 ENABLE_TOOL_SEARCH=true \
-    ANTHROPIC_BASE_URL="http://localhost:$port" ANTHROPIC_AUTH_TOKEN=local ANTHROPIC_MODEL=scripted \
-    ANTHROPIC_DEFAULT_HAIKU_MODEL=scripted CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC=1 \
-    CLAUDE_CODE_MAX_CONTEXT_TOKENS=131072 claude -p "Write the file" --mcp-config "$dir/mcp.json" \
-    --strict-mcp-config --allowedTools ToolSearch mcp__many__run "${@:3}"
-}
-claude_search_turns() {
-  local dir=$scratch/claude-search
-  python3 "$here/scripted_model.py" "$dir/scripted" --search mcp__many__run command
-  echo '{"mcpServers": {"many": {"command": "python3", "args": ["'"$here/many_tools.py"'"]}}}' >"$dir/mcp.json"
-  serve_turns claude-search run_claude_search --continue
-}
-
-# Continue's command line, which reads the same configuration as its editor extensions.
-run_continue() {
-  local dir=$1 port=$2
-  cat >"$dir/config.yaml" <<YAML
-name: Local
-version: 1.0.0
-schema: v1
-models:
-  - {name: Moestro, provider: openai, apiBase: "http://localhost:$port/v1", apiKey: local, model: scripted}
-YAML
-  timeout 600 env -i HOME="$dir/home" PATH="$cache/node_modules/.bin:$PATH" LANG=C.UTF-8 CONTINUE_TELEMETRY_ENABLED=0 \
-    cn -p "Write the file" --config "$dir/config.yaml" --auto "${@:3}"
-}
-continue_turns() {
-  python3 "$here/scripted_model.py" "$scratch/continue/scripted" Bash command
-  serve_turns continue run_continue --resume
 }
 
 # check AGENT TEXT FIRST SECOND: the turns of the agent are as expected, its output has the text, and the server computed at
@@ -146,33 +81,37 @@ PYTHON
 }
 
 declare -A running
+# start NAME AGENT ...: see turns.
 start() {
   if [ ${#chosen[@]} = 0 ] || [[ " ${chosen[*]} " = *" $1 "* ]]; then
-    case $1 in
-    continue) continue_turns & ;;
-    claude-search) claude_search_turns & ;;
-    *) turns "$@" & ;;
-    esac
+    turns "$@" &
     running[$1]=$!
   fi
 }
 chosen=("$@")
-start claude Bash command description=Test -- -p "Write the file" --allowedTools Bash \
+start claude claude Bash command description=Test -- -p "Write the file" --allowedTools Bash \
   -- --continue -p "Again" --allowedTools Bash
-start codex exec_command cmd -- exec --skip-git-repo-check --dangerously-bypass-approvals-and-sandbox "Write the file" \
-  -- exec --skip-git-repo-check --dangerously-bypass-approvals-and-sandbox resume --last "Again"
-start opencode bash command description=Test -- run "Write the file" -- run --continue "Again"
-start qwen run_shell_command command is_background=false description=Test -- --yolo -p "Write the file" \
+codex=(--skip-git-repo-check --dangerously-bypass-approvals-and-sandbox)
+start codex codex exec_command cmd -- exec "${codex[@]}" "Write the file" -- exec "${codex[@]}" resume --last "Again"
+start opencode opencode bash command description=Test -- run "Write the file" -- run --continue "Again"
+start qwen qwen run_shell_command command is_background=false description=Test -- --yolo -p "Write the file" \
   -- --continue --yolo -p "Again"
-start continue
-start claude-search
+start continue continue Bash command -- -p "Write the file" --auto -- --resume -p "Again" --auto
+start copilot copilot bash command description=Test -- -p "Write the file" --allow-all-tools \
+  -- --continue -p "Again" --allow-all-tools
+start pi pi bash command -- -p "Write the file" -- --continue -p "Again"
+echo '{"mcpServers": {"many": {"command": "python3", "args": ["'"$here/many_tools.py"'"]}}}' >"$scratch/mcp.json"
+search=(--mcp-config "$scratch/mcp.json" --strict-mcp-config --allowedTools ToolSearch mcp__many__run)
+start claude-search claude --search mcp__many__run command -- -p "Write the file" "${search[@]}" \
+  -- --continue -p "Again" "${search[@]}"
 aider=(--yes-always --no-git --no-check-update --analytics-disable --edit-format whole)
-start aider - command -- "${aider[@]}" --message "Write the file" -- "${aider[@]}" --restore-chat-history --message "Again"
+start aider aider - command -- "${aider[@]}" --message "Write the file" \
+  -- "${aider[@]}" --restore-chat-history --message "Again"
 
 # At most so many tokens of the prompts may be computed, in the first turn and in the second one. Qwen Code changes its first
 # message when it resumes.
 declare -A limits=([claude]="39600 300" [claude-search]="43500 300" [codex]="18100 300" [opencode]="16200 300"
-  [qwen]="38000 5200" [continue]="3400 300" [aider]="1300 700")
+  [qwen]="38000 5200" [continue]="3400 300" [copilot]="99999 99999" [pi]="99999 99999" [aider]="1300 700")
 failed=0
 for agent in "${!running[@]}"; do
   text="The script has ended"

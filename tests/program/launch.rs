@@ -1,6 +1,10 @@
 //! Tests of `moestro launch` with scripts in place of the agents.
 
-use crate::program::{MOESTRO, moestro};
+use crate::{
+    process::Process,
+    program::{MOESTRO, moestro},
+};
+use serde_json::Value;
 use std::{
     fs,
     net::{TcpListener, TcpStream},
@@ -17,6 +21,8 @@ fn install(home: &Path, agent: &str) {
         echo \"base $ANTHROPIC_BASE_URL$OPENAI_BASE_URL model $ANTHROPIC_MODEL$OPENAI_MODEL window $CLAUDE_CODE_MAX_CONTEXT_TOKENS\"\n\
         echo \"key $ANTHROPIC_AUTH_TOKEN$OPENAI_API_KEY$MOESTRO_API_KEY removed $ANTHROPIC_API_KEY.\"\n\
         echo \"arguments $*\"\n\
+        echo \"copilot $COPILOT_PROVIDER_BASE_URL $COPILOT_MODEL $COPILOT_PROVIDER_API_KEY\"\n\
+        echo \"tokens $COPILOT_PROVIDER_MAX_PROMPT_TOKENS $COPILOT_PROVIDER_MAX_OUTPUT_TOKENS\"\n\
         test -n \"$OPENCODE_CONFIG\" && cat \"$OPENCODE_CONFIG\"\n\
         test -n \"$CLEANER\" && $CLEANER\n\
         exit 7\n";
@@ -101,4 +107,72 @@ fn log_of_running_server_is_kept() {
     assert!(log.exists());
     let after = moestro(home.path()).args(["cache", "--remove", "logs", "--yes"]).output().unwrap();
     assert!(after.status.success() && !log.exists(), "{after:?}");
+}
+
+#[test]
+fn copilot_gets_window_of_the_model() {
+    let (home, port) = (tempfile::tempdir().unwrap(), free_port());
+    install(home.path(), "copilot");
+    let output = launch(home.path(), &["copilot", "--port", &port, "--", "-p", "Hi"]);
+    let (text, log) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    let settings = format!("copilot http://127.0.0.1:{port}/v1 moestro-demo local\ntokens 49152 16384\n");
+    assert!(text.contains(&settings) && text.contains("arguments -p Hi\n"), "{text}{log}");
+}
+
+#[test]
+fn pi_and_continue_get_a_file() {
+    for (agent, program, name) in [("pi", "pi", "pi.js"), ("continue", "cn", "continue.yaml")] {
+        let (home, port) = (tempfile::tempdir().unwrap(), free_port());
+        install(home.path(), program);
+        let output = launch(home.path(), &[agent, "--port", &port, "--yes", "--api-key", "hidden"]);
+        let (text, log) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+        assert_eq!(output.status.code(), Some(7), "{text}{log}");
+        let file = home.path().join(".local/share/moestro/agents").join(name);
+        let written = fs::read_to_string(&file).unwrap();
+        let address = format!("http://127.0.0.1:{port}/v1");
+        assert!(written.contains(&address) && written.contains("65536") && !written.contains("hidden"), "{written}");
+        assert!(text.contains("key hidden") && text.contains(&*file.to_string_lossy()), "{text}");
+    }
+}
+
+#[test]
+fn dry_run_starts_nothing_and_names_missing_agents() {
+    let (home, port) = (tempfile::tempdir().unwrap(), free_port());
+    for (agent, program, install) in [
+        ("claude", "claude", "npm install -g @anthropic-ai/claude-code"),
+        ("codex", "codex", "npm install -g @openai/codex"),
+        ("copilot", "copilot", "npm install -g @github/copilot"),
+        ("pi", "pi", "npm install -g @earendil-works/pi-coding-agent"),
+        ("continue", "cn", "npm install -g @continuedev/cli"),
+    ] {
+        let output = launch(home.path(), &[agent, "--port", &port, "--dry-run", "--", "--flag"]);
+        let (text, log) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+        assert!(output.status.success(), "{text}{log}");
+        assert!(log.contains(&format!("{program} is not installed; install it with `{install}`")), "{log}");
+        let server = format!("moestro serve --host 127.0.0.1 --port {port}");
+        assert!(text.starts_with(&server), "{text}");
+        assert_eq!(text.lines().next().unwrap().ends_with("--reuse-tools"), agent == "codex", "{text}");
+        let last = text.lines().next_back().unwrap();
+        assert!(last.starts_with(program) && last.ends_with("--flag"), "{text}");
+        assert_eq!(text.contains("unset ANTHROPIC_API_KEY"), agent == "claude", "{text}");
+    }
+    let own = [("MOESTRO_REUSE_TOOLS", "false")];
+    let output = launch_with(home.path(), &own, &["codex", "--port", &port, "--dry-run"]);
+    assert!(!String::from_utf8_lossy(&output.stdout).contains("--reuse-tools"), "{output:?}");
+    assert!(!home.path().join(".local").exists(), "nothing is written");
+    assert!(TcpStream::connect(format!("127.0.0.1:{port}")).is_err(), "no server is started");
+}
+
+#[test]
+fn dry_run_loads_no_model() {
+    let server = Process::start(&[]);
+    let home = tempfile::tempdir().unwrap();
+    let loaded = || serde_json::from_str::<Value>(&server.ask("GET", "/health", "")).unwrap()["model"].clone();
+    server.ask("POST", "/models/unload", "{\"model\": \"moestro-demo\"}");
+    assert_eq!(loaded(), Value::Null);
+    let output = launch(home.path(), &["pi", "--port", &server.port.to_string(), "--dry-run"]);
+    let (text, log) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success() && !text.contains("moestro serve"), "{text}{log}");
+    assert!(log.contains("moestro-demo is not loaded, so its context length is not known"), "{text}{log}");
+    assert_eq!(loaded(), Value::Null);
 }
