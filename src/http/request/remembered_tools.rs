@@ -158,6 +158,7 @@ fn hash_message(message: &Message<ImagePart>, hasher: &mut impl Hasher) {
     for part in parts {
         match part {
             Part::Text(text) => text.hash(hasher),
+            Part::Tool(name) => ("tool", name).hash(hasher),
             Part::Image(image) => match &image.source {
                 ImageSource::Base64(data) => ("base64", data).hash(hasher),
                 ImageSource::Url(url) => ("url", url).hash(hasher),
