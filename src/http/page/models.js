@@ -83,15 +83,13 @@ const PROMPTS = [
   "Name five planets."
 ];
 const DEMO = "moestro-demo", FIRST_MODEL = "mlx-community/Qwen3.5-4B-MLX-4bit";
-const DEMO_PROMPTS = ["What can you do?", "What is 12+7?", "What is the capital of France?", "Tell me a story about a fox."];
 
 function drawWelcome() {
   const box = make("div", "welcome", make("h2", "", chosenModel() || "Moestro"), make("p", "soft", modelFacts()));
-  const isDemo = chosenModel() === DEMO;
-  if (isDemo) {
+  if (chosenModel() === DEMO) {
     box.append(make("p", "", "This is a 9 MB toy that does sums, capitals and short stories. A first real model (about 3 GB): ",
       make("code", "", `moestro run ${FIRST_MODEL}`)));
   }
-  box.append(make("div", "", ...(isDemo ? DEMO_PROMPTS : PROMPTS).map(text => button(text, "", () => { $("say").value = text; $("composer").requestSubmit(); }))));
+  box.append(make("div", "", ...PROMPTS.map(text => button(text, "", () => { $("say").value = text; $("composer").requestSubmit(); }))));
   return box;
 }
