@@ -164,9 +164,9 @@ fn main() {
     let metrics = Metrics::new("bench", "cpu");
     let model = Qwen::load(Path::new(dir), &options, &metrics, &mut |_, _| ()).expect("the model loads");
     let model = chosen.place(model).expect("a model for this device");
-    let shape = model.shape();
-    let experts = (shape.layers * shape.experts_per_token) as u64 * shape.expert;
-    println!("weights,{}", shape.trunk - shape.gathered + experts);
+    let footprint = model.footprint();
+    let experts = (footprint.layers * footprint.experts_per_token) as u64 * footprint.expert;
+    println!("weights,{}", footprint.trunk - footprint.gathered + experts);
     let mut bench = Bench { model, seed: 1 };
     let each = depths.iter().flat_map(|depth| bits.iter().map(move |bits| (*depth, *bits)));
     let mut states: Vec<(usize, (&str, KvBits), QwenState)> = Vec::new();

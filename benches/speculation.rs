@@ -162,8 +162,8 @@ fn load(dir: &Path, args: &Args, metrics: &Arc<Metrics>) -> Qwen {
         _ => ReadMode::Direct,
     };
     if let Some(share) = args.flag("--share").and_then(|text| text.parse::<f64>().ok()) {
-        let shape = moestro_model::model::CheckpointInfo::new(dir, &options).expect("a checkpoint").shape;
-        options.store.slots = Some((share * (shape.layers * shape.experts) as f64) as usize);
+        let footprint = moestro_model::model::CheckpointInfo::new(dir, &options).expect("a checkpoint").footprint;
+        options.store.slots = Some((share * (footprint.layers * footprint.experts) as f64) as usize);
     }
     chosen.place(Qwen::load(dir, &options, metrics, &mut |_, _| ()).expect("a model")).expect("a model for this device")
 }
@@ -283,10 +283,14 @@ fn main() {
     }
     let sampling = Sampling { temperature: args.number("--temp", 1.0), seed: Some(7), ..Sampling::default() };
     let (generated, union) = answer(&mut model, &ids, tokens, &sampling);
-    let shape = model.shape().clone();
-    let pass =
-        |rows: usize| (shape.trunk - shape.gathered + 2 * shape.state) as f64 + union[rows] * shape.expert as f64;
-    println!("# distinct experts per layer: {:.2?}", [1, 2, 4, 8].map(|rows| union[rows] / shape.layers.max(1) as f64));
+    let footprint = model.footprint().clone();
+    let pass = |rows: usize| {
+        (footprint.trunk - footprint.gathered + 2 * footprint.state) as f64 + union[rows] * footprint.expert as f64
+    };
+    println!(
+        "# distinct experts per layer: {:.2?}",
+        [1, 2, 4, 8].map(|rows| union[rows] / footprint.layers.max(1) as f64)
+    );
 
     let names: Vec<&str> = args.0[1..].iter().map(String::as_str).filter(|text| Setting::new(text).is_some()).collect();
     let auto = args.has("--auto");

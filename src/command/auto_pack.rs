@@ -48,7 +48,7 @@ pub fn pack_or_suggest(mode: PackMode, model: &Qwen, dir: &Path) {
     match PackAdvice::new(mode, unpacked.map(|store| store.access())) {
         PackAdvice::None => {}
         PackAdvice::Suggest => {
-            let size = Size(model.shape().total_experts() * model.shape().expert);
+            let size = Size(model.footprint().total_experts() * model.footprint().expert);
             tracing::info!(
                 "macOS reads this checkpoint's experts through the page cache. `moestro pack {}` makes the reads direct: \
                  about a third more tokens per second by estimate, for {size} of disk; --pack auto does it once",

@@ -61,10 +61,10 @@ impl DraftSource {
     }
 
     /// Memory of the draft, as far as it is known before the model is loaded.
-    pub fn shape(&self) -> DraftFootprint {
+    pub fn footprint(&self) -> DraftFootprint {
         match self {
             DraftSource::Lookup | DraftSource::Mtp { .. } => DraftFootprint::default(),
-            DraftSource::Dflash(surveyed) => surveyed.shape(),
+            DraftSource::Dflash(surveyed) => surveyed.footprint(),
             DraftSource::Model(_, _, plan) => DraftFootprint { fixed: plan.total(), ..DraftFootprint::default() },
         }
     }

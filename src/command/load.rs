@@ -144,7 +144,7 @@ fn inspect_draft(
     gpu: Option<u64>,
 ) -> Result<(DraftSource, model::LoadOptions), CommandError> {
     let found = DraftSource::new(load, &checkpoint.dir, Some(&checkpoint.tokenizer))?;
-    let options = model::LoadOptions { gpu, draft: found.shape(), drafter: found.drafter(), ..options(load) };
+    let options = model::LoadOptions { gpu, draft: found.footprint(), drafter: found.drafter(), ..options(load) };
     Ok((found, options))
 }
 

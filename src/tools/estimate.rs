@@ -57,8 +57,8 @@ impl HitRates {
 
     /// Hit rates for reads through a page cache of `page_cache` bytes. Assumes that the page cache is full and contains
     /// each expert without a slot with the same probability.
-    pub fn through(slots: f64, page_cache: u64, shape: &ModelFootprint, plan: &Plan) -> Self {
-        let absent = shape.total_experts().saturating_sub(plan.slots as u64).saturating_mul(shape.expert);
+    pub fn through(slots: f64, page_cache: u64, footprint: &ModelFootprint, plan: &Plan) -> Self {
+        let absent = footprint.total_experts().saturating_sub(plan.slots as u64).saturating_mul(footprint.expert);
         Self { slots, cache: (page_cache as f64 / absent.max(1) as f64).min(1.0) }
     }
 }
@@ -81,14 +81,14 @@ pub struct Overhead {
     pub token: f64,
 }
 
-/// Estimates the decoding speed of a model with footprint `shape` at the hit rates `found`.
-pub fn estimate(shape: &ModelFootprint, bandwidth: &Bandwidth, found: HitRates, overhead: Overhead) -> Estimate {
+/// Estimates the decoding speed of a model with this footprint at the hit rates `found`.
+pub fn estimate(footprint: &ModelFootprint, bandwidth: &Bandwidth, found: HitRates, overhead: Overhead) -> Estimate {
     let miss = 1.0 - found.slots.clamp(0.0, 1.0);
     let cached = miss * found.cache.clamp(0.0, 1.0);
     let read = miss * (1.0 - found.cache.clamp(0.0, 1.0));
-    let k = shape.experts_per_token;
-    let layers = shape.layers as f64;
-    let expert = shape.expert as f64;
+    let k = footprint.experts_per_token;
+    let layers = footprint.layers as f64;
+    let expert = footprint.expert as f64;
     let compute = expert / bandwidth.compute;
     // Conditional probability that an expert is read from the page cache, given that it is not read from the disk.
     let from_cache = if read < 1.0 { cached / (1.0 - read) } else { 0.0 };
@@ -101,9 +101,9 @@ pub fn estimate(shape: &ModelFootprint, bandwidth: &Bandwidth, found: HitRates, 
             binomial(k, reads, read) * (wait + last_arrives * compute).max(k as f64 * compute)
         })
         .sum();
-    let trunk = shape.trunk.saturating_sub(shape.gathered + shape.head) as f64 / bandwidth.compute;
-    let head = shape.head as f64 / bandwidth.memory;
-    let state = 2.0 * shape.state as f64 / bandwidth.memory;
+    let trunk = footprint.trunk.saturating_sub(footprint.gathered + footprint.head) as f64 / bandwidth.compute;
+    let head = footprint.head as f64 / bandwidth.memory;
+    let state = 2.0 * footprint.state as f64 / bandwidth.memory;
     Estimate {
         hit_rate: found.slots,
         tokens_per_second: 1.0 / (trunk + head + state + layers * (layer + overhead.layer) + overhead.token),
@@ -122,32 +122,13 @@ fn binomial(n: usize, m: usize, p: f64) -> f64 {
 mod measured;
 
 #[cfg(test)]
-pub mod tests {
-    use super::*;
-    use moestro_model::plan::DraftFootprint;
+#[path = "../../crates/model/src/plan/model_35b.rs"]
+pub mod model_35b;
 
-    /// The footprint of Qwen3.5-35B-A3B with 4-bit weights.
-    pub fn model_35b() -> ModelFootprint {
-        ModelFootprint {
-            trunk: 1_390_000_000,
-            gathered: 286_000_000,
-            head: 286_000_000,
-            expert: 1_769_472,
-            slot: 1_785_856,
-            layers: 40,
-            experts: 256,
-            experts_per_token: 8,
-            kv_per_token: 40_960,
-            state: 66_000_000,
-            sequence: 70_000_000,
-            sequence_per_row: 0,
-            workspace_per_row: 300_000,
-            workspace_fixed: 4_000_000,
-            context: 262_144,
-            draft: DraftFootprint::default(),
-            vision: 0,
-        }
-    }
+#[cfg(test)]
+mod tests {
+    use super::model_35b::model_35b;
+    use super::*;
 
     #[test]
     fn binomial_sums_to_one() {
@@ -161,20 +142,20 @@ pub mod tests {
 
     #[test]
     fn full_and_zero_hit_rates_match_bandwidths() {
-        let shape = model_35b();
+        let footprint = model_35b();
         let bandwidth = Bandwidth { memory: 120e9, compute: 100e9, disk: 5e9, latency: 0.3e-3, cache: 10e9 };
-        let read = (shape.trunk - shape.gathered - shape.head) as f64;
-        let routed = 40.0 * 8.0 * shape.expert as f64;
-        let warm = estimate(&shape, &bandwidth, HitRates::ALL, Overhead::default());
-        let state = (2 * shape.state + shape.head) as f64 / 120e9;
+        let read = (footprint.trunk - footprint.gathered - footprint.head) as f64;
+        let routed = 40.0 * 8.0 * footprint.expert as f64;
+        let warm = estimate(&footprint, &bandwidth, HitRates::ALL, Overhead::default());
+        let state = (2 * footprint.state + footprint.head) as f64 / 120e9;
         assert!((warm.tokens_per_second - 1.0 / ((read + routed) / 100e9 + state)).abs() < 1e-6);
         assert_eq!(warm.disk_bytes_per_token, 0.0);
-        let waiting = estimate(&shape, &bandwidth, HitRates::ALL, Overhead { layer: 1e-3, token: 2e-3 });
+        let waiting = estimate(&footprint, &bandwidth, HitRates::ALL, Overhead { layer: 1e-3, token: 2e-3 });
         assert!((1.0 / waiting.tokens_per_second - 1.0 / warm.tokens_per_second - 0.042).abs() < 1e-9);
         // Without hits, a token takes the time of the disk reads, plus the time of the trunk, plus the time to compute
         // the last expert of each layer.
-        let cold = estimate(&shape, &bandwidth, HitRates { slots: 0.0, cache: 0.0 }, Overhead::default());
-        let seconds = routed / 5e9 + (read + 40.0 * shape.expert as f64) / 100e9 + state;
+        let cold = estimate(&footprint, &bandwidth, HitRates { slots: 0.0, cache: 0.0 }, Overhead::default());
+        let seconds = routed / 5e9 + (read + 40.0 * footprint.expert as f64) / 100e9 + state;
         assert!((cold.tokens_per_second - 1.0 / seconds).abs() < 1e-6);
         assert!((cold.disk_bytes_per_token - routed).abs() < 1.0);
     }
@@ -191,7 +172,7 @@ pub mod tests {
 
     #[test]
     fn estimate_matches_hand_computed_misses() {
-        let shape = ModelFootprint {
+        let footprint = ModelFootprint {
             trunk: 5000,
             gathered: 1000,
             head: 0,
@@ -203,7 +184,7 @@ pub mod tests {
         };
         let bandwidth = Bandwidth { memory: 60e6, compute: 1e4, disk: 2e3, latency: 0.6, cache: 4e3 };
         let overhead = Overhead { layer: 0.05, token: 0.2 };
-        let found = estimate(&shape, &bandwidth, HitRates { slots: 0.75, cache: 0.0 }, overhead);
+        let found = estimate(&footprint, &bandwidth, HitRates { slots: 0.75, cache: 0.0 }, overhead);
         // The trunk takes 0.4 s and the state 0.1 s. A layer takes 0.2 s if both experts hit. If one expert misses, the
         // layer takes the latency plus the time to compute one expert. If both experts miss, the layer takes one second of
         // reading plus the time to compute one expert.
@@ -212,7 +193,7 @@ pub mod tests {
         assert!((found.disk_bytes_per_token - 1500.0).abs() < 1e-9 && found.hit_rate == 0.75, "{found:?}");
         // Half of the misses are in the page cache. Zero, one or two experts are read from the page cache, at a quarter of
         // a second each.
-        let found = estimate(&shape, &bandwidth, HitRates { slots: 0.75, cache: 0.5 }, overhead);
+        let found = estimate(&footprint, &bandwidth, HitRates { slots: 0.75, cache: 0.5 }, overhead);
         let one = 1.0 / 7.0; // Probability of the page cache, given that the disk is not needed.
         let layer = 0.765625 * (0.2f64).max(2.0 * one * 0.25 + 0.1 * (1.0 - (6.0f64 / 7.0).powi(2)))
             + 0.21875 * (0.7 + one * 0.25)
@@ -220,19 +201,20 @@ pub mod tests {
         assert!((found.tokens_per_second - 1.0 / (0.5 + 3.0 * (layer + 0.05) + 0.2)).abs() < 1e-9, "{found:?}");
         assert!((found.disk_bytes_per_token - 750.0).abs() < 1e-9, "{found:?}");
         // The head is read at memory bandwidth.
-        let shape = ModelFootprint { head: 3000, ..shape };
+        let footprint = ModelFootprint { head: 3000, ..footprint };
         let memory = Bandwidth { memory: 3e4, ..bandwidth };
         let [whole, apart] = [bandwidth, memory].map(|bandwidth| {
-            let state = 2.0 * shape.state as f64 / bandwidth.memory;
-            1.0 / estimate(&shape, &bandwidth, HitRates::ALL, Overhead::default()).tokens_per_second - state
+            let state = 2.0 * footprint.state as f64 / bandwidth.memory;
+            1.0 / estimate(&footprint, &bandwidth, HitRates::ALL, Overhead::default()).tokens_per_second - state
         });
         assert!((whole - 3000.0 / bandwidth.memory - 0.1 - 0.6).abs() < 1e-9 && (apart - 0.1 - 0.1 - 0.6).abs() < 1e-9);
     }
 
     #[test]
     fn estimate_of_dense_model_is_finite() {
-        let shape = ModelFootprint { expert: 0, slot: 0, layers: 0, experts: 0, experts_per_token: 0, ..model_35b() };
+        let footprint =
+            ModelFootprint { expert: 0, slot: 0, layers: 0, experts: 0, experts_per_token: 0, ..model_35b() };
         let bandwidth = Bandwidth { memory: 1e9, compute: 1e9, disk: 1e9, latency: 1e-3, cache: 1e9 };
-        assert!(estimate(&shape, &bandwidth, HitRates::ALL, Overhead::default()).tokens_per_second.is_finite());
+        assert!(estimate(&footprint, &bandwidth, HitRates::ALL, Overhead::default()).tokens_per_second.is_finite());
     }
 }

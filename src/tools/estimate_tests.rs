@@ -11,15 +11,15 @@ const MAX_ERROR: f64 = 0.2;
 /// The footprint of a synthetic checkpoint: `synth --like 35b --layers n`.
 fn like_35b(layers: u64) -> ModelFootprint {
     let fours = layers / 4;
-    shape(572_129_280 + fours * 81_494_528, 286_064_640, 1_769_472, layers, fours * 6_586_368)
+    footprint(572_129_280 + fours * 81_494_528, 286_064_640, 1_769_472, layers, fours * 6_586_368)
 }
 
 /// The footprint of a synthetic checkpoint: `synth --like 122b --layers 8`.
 fn like_122b_with_8_layers() -> ModelFootprint {
-    shape(1_294_444_576, 429_096_960, 5_308_416, 8, 26_050_560)
+    footprint(1_294_444_576, 429_096_960, 5_308_416, 8, 26_050_560)
 }
 
-fn shape(trunk: u64, head: u64, expert: u64, layers: u64, state: u64) -> ModelFootprint {
+fn footprint(trunk: u64, head: u64, expert: u64, layers: u64, state: u64) -> ModelFootprint {
     ModelFootprint {
         trunk,
         gathered: head,
@@ -50,8 +50,8 @@ fn check(
     fitted: usize,
     rows: &[(ModelFootprint, f64, f64, f64)],
 ) {
-    for (index, (shape, slots, cache, measured)) in rows.iter().enumerate() {
-        let estimated = estimate(shape, &bandwidth, HitRates { slots: *slots, cache: *cache }, overhead);
+    for (index, (footprint, slots, cache, measured)) in rows.iter().enumerate() {
+        let estimated = estimate(footprint, &bandwidth, HitRates { slots: *slots, cache: *cache }, overhead);
         let error = estimated.tokens_per_second / measured - 1.0;
         println!("{what} {index}: {:.1} for {measured}, {:+.0} %", estimated.tokens_per_second, 100.0 * error);
         assert!(
@@ -73,7 +73,7 @@ fn estimate_matches_16_cpu_cores() {
         (like_35b(40), 49.2),
         (like_122b_with_8_layers(), 90.7),
     ];
-    let resident = resident.map(|(shape, measured)| (shape, 1.0, 0.0, measured));
+    let resident = resident.map(|(footprint, measured)| (footprint, 1.0, 0.0, measured));
     check("resident", bandwidth, Overhead::default(), 2, &resident);
     let streamed = [
         (like_35b(8), 0.972, 135.9),
@@ -81,7 +81,7 @@ fn estimate_matches_16_cpu_cores() {
         (like_122b_with_8_layers(), 0.912, 35.0),
         (like_35b(40), 0.975, 32.3),
     ];
-    let streamed = streamed.map(|(shape, hits, measured)| (shape, hits, 0.0, measured));
+    let streamed = streamed.map(|(footprint, hits, measured)| (footprint, hits, 0.0, measured));
     check("past the page cache", bandwidth, Overhead::default(), 0, &streamed);
 }
 
@@ -98,7 +98,7 @@ fn estimate_matches_h200() {
         (like_35b(40), 460.0),
         (like_122b_with_8_layers(), 941.0),
     ];
-    let resident = resident.map(|(shape, measured)| (shape, 1.0, 0.0, measured));
+    let resident = resident.map(|(footprint, measured)| (footprint, 1.0, 0.0, measured));
     check("resident", bandwidth, overhead, 2, &resident);
     // The wait for the router's choice was fitted to runs with direct reads. The rate of the page cache was fitted to
     // the first row.

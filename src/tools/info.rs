@@ -40,7 +40,8 @@ struct InfoReport {
     weights: u64,
     /// Number of experts per token in training. `shape.experts_per_token` is the number in use.
     trained_experts_per_token: usize,
-    shape: ModelFootprint,
+    #[serde(rename = "shape")]
+    footprint: ModelFootprint,
     /// True if the checkpoint has a vision tower that is not used.
     ignores_vision: bool,
     /// Device that `--device` selects: `cpu`, `metal` or `cuda`.
@@ -75,7 +76,7 @@ pub fn run(args: cli::tool_args::InfoArgs, settings: &Settings) -> Result<(), Co
     let tokenizer = Tokenizer::load(&dir);
     let chosen = DeviceChoice::new(&load)?;
     let drafts = draft_source::DraftSource::new(&load, &dir, tokenizer.as_ref().ok())?;
-    let draft = drafts.shape();
+    let draft = drafts.footprint();
     let drafter = drafts.drafter();
     let options = model::LoadOptions { gpu: chosen.working_set(), draft, drafter, ..options(&load) };
     let limits = MachineLimits::here(options.gpu);
@@ -91,7 +92,7 @@ pub fn run(args: cli::tool_args::InfoArgs, settings: &Settings) -> Result<(), Co
         Some(figures) => figures.apply(measured, streams),
         None => (measured, Overhead::default()),
     };
-    let rates = if found.shape.experts_per_token == 0 { &HIT_RATES[HIT_RATES.len() - 1..] } else { &HIT_RATES[..] };
+    let rates = if found.footprint.experts_per_token == 0 { &HIT_RATES[HIT_RATES.len() - 1..] } else { &HIT_RATES[..] };
     let trained = match Config::read(&dir)?.ffn {
         FfnShape::Moe { k, .. } => k,
         FfnShape::Dense { .. } => 0,
@@ -104,11 +105,11 @@ pub fn run(args: cli::tool_args::InfoArgs, settings: &Settings) -> Result<(), Co
         // The page cache may use the memory that the plan leaves free.
         Some(plan) if !measured.direct => {
             let memory = [limits.ram, limits.cgroup].into_iter().flatten().min().unwrap_or(0);
-            HitRates::through(slots, memory.saturating_sub(plan.total()), &found.shape, plan)
+            HitRates::through(slots, memory.saturating_sub(plan.total()), &found.footprint, plan)
         }
         _ => HitRates { slots, cache: 0.0 },
     };
-    let at = |slots| estimate(&found.shape, &measured.bandwidth, found_in(slots), overhead);
+    let at = |slots| estimate(&found.footprint, &measured.bandwidth, found_in(slots), overhead);
     let decode: Vec<Estimate> = rates.iter().map(|&slots| at(slots)).collect();
     let verdict = verdict(plan.as_ref(), |slots| at(slots).tokens_per_second);
     let licence = checkpoint::licence::licence(&dir);
@@ -119,7 +120,7 @@ pub fn run(args: cli::tool_args::InfoArgs, settings: &Settings) -> Result<(), Co
         pack: found.pack,
         licence,
         shards: found.checkpoint.index.files.len(),
-        weights: found.shape.weights(),
+        weights: found.footprint.weights(),
         trained_experts_per_token: trained,
         device: chosen.name(),
         limits,
@@ -128,7 +129,7 @@ pub fn run(args: cli::tool_args::InfoArgs, settings: &Settings) -> Result<(), Co
         measured,
         decode,
         ignores_vision: found.ignores_vision,
-        shape: found.shape,
+        footprint: found.footprint,
     };
     show(&report, args.json);
     refused.map_or(Ok(()), |error| Err(error.into()))
@@ -153,7 +154,7 @@ fn verdict(plan: Option<&Plan>, speed: impl Fn(f64) -> f64) -> String {
 
 impl fmt::Display for InfoReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let shape = &self.shape;
+        let footprint = &self.footprint;
         writeln!(f, "{}\n", self.verdict)?;
         writeln!(f, "{}  ({})", self.model, self.directory.display())?;
         if let Some(licence) = &self.licence {
@@ -161,17 +162,17 @@ impl fmt::Display for InfoReport {
         }
         let shards = if self.shards == 1 { "file" } else { "files" };
         writeln!(f, "  weights         {:>10}  in {} {shards}", Size(self.weights).to_string(), self.shards)?;
-        writeln!(f, "  trunk           {:>10}  always in memory", Size(shape.trunk).to_string())?;
-        if shape.layers > 0 {
-            let experts = format!("{} layers x {} experts", shape.layers, shape.experts);
-            writeln!(f, "  one expert      {:>10}  {experts}", Size(shape.expert).to_string())?;
-            let used = shape.experts_per_token;
+        writeln!(f, "  trunk           {:>10}  always in memory", Size(footprint.trunk).to_string())?;
+        if footprint.layers > 0 {
+            let experts = format!("{} layers x {} experts", footprint.layers, footprint.experts);
+            writeln!(f, "  one expert      {:>10}  {experts}", Size(footprint.expert).to_string())?;
+            let used = footprint.experts_per_token;
             let trained = self.trained_experts_per_token;
             let fewer = if used < trained { format!(" (trained with {trained})") } else { String::new() };
             writeln!(f, "  experts/token   {used:>10}{fewer}")?;
         }
-        writeln!(f, "  KV cache        {:>10}  per token", Size(shape.kv_per_token).to_string())?;
-        writeln!(f, "  state           {:>10}  per sequence", Size(shape.state).to_string())?;
+        writeln!(f, "  KV cache        {:>10}  per token", Size(footprint.kv_per_token).to_string())?;
+        writeln!(f, "  state           {:>10}  per sequence", Size(footprint.state).to_string())?;
         if self.ignores_vision {
             writeln!(f, "  images          not read: the vision tower is untested for this architecture")?;
         }
@@ -221,8 +222,8 @@ impl InfoReport {
         line("state", plan.state, self.describe_state(plan))?;
         let mut chunks = format!("prefill in chunks of {} tokens", plan.chunk);
         if plan.residency < 1.0 {
-            let absent = self.shape.total_experts() - plan.slots as u64;
-            chunks += &format!("; each reads up to {} of experts", Size(absent * self.shape.expert));
+            let absent = self.footprint.total_experts() - plan.slots as u64;
+            chunks += &format!("; each reads up to {} of experts", Size(absent * self.footprint.expert));
         }
         line("workspace", plan.workspace, chunks)?;
         if plan.draft > 0 {
@@ -231,7 +232,7 @@ impl InfoReport {
         line("requests", plan.requests, "reserved for request bodies".into())?;
         line("prompt cache", plan.prompt_cache, self.describe_prompt_cache(plan))?;
         let slots = format!("{} slots, {:.1} % of all experts", plan.slots, 100.0 * plan.residency);
-        line("experts", plan.experts, if self.shape.layers > 0 { slots } else { String::new() })?;
+        line("experts", plan.experts, if self.footprint.layers > 0 { slots } else { String::new() })?;
         if plan.page_cache > 0 {
             line("page cache", plan.page_cache, "left free, because experts are read through it".into())?;
         }
@@ -241,8 +242,8 @@ impl InfoReport {
     /// Describes the number of requests that run at the same time, and the memory of one more request.
     fn describe_state(&self, plan: &Plan) -> String {
         let requests = if plan.parallel == 1 { "request at a time" } else { "requests at the same time" };
-        let more = self.shape.sequence + plan.chunk as u64 * self.shape.sequence_per_row;
-        let slots = more.checked_div(self.shape.slot).filter(|_| plan.residency < 1.0);
+        let more = self.footprint.sequence + plan.chunk as u64 * self.footprint.sequence_per_row;
+        let slots = more.checked_div(self.footprint.slot).filter(|_| plan.residency < 1.0);
         let cost = slots.map_or(String::new(), |slots| format!(", the size of {slots} slots"));
         format!("{} {requests}; one more takes {}{cost}", plan.parallel, Size(more))
     }
@@ -250,13 +251,13 @@ impl InfoReport {
     /// Describes the number of snapshots that the prompt cache can hold, and the number of slots that would take the
     /// same memory.
     fn describe_prompt_cache(&self, plan: &Plan) -> String {
-        let shape = &self.shape;
-        let states = plan.states(shape.state);
+        let footprint = &self.footprint;
+        let states = plan.states(footprint.state);
         if plan.prompt_cache == 0 || states == 0 {
             return "no snapshot: only a prompt that extends the last one is reused".into();
         }
-        let each = format!("{} and {} per token", Size(shape.state), Size(shape.kv_per_token));
-        let slots = plan.prompt_cache.checked_div(shape.slot).filter(|_| plan.residency < 1.0);
+        let each = format!("{} and {} per token", Size(footprint.state), Size(footprint.kv_per_token));
+        let slots = plan.prompt_cache.checked_div(footprint.slot).filter(|_| plan.residency < 1.0);
         let cost = slots.map_or(String::new(), |slots| format!("; the size of {slots} slots"));
         format!("up to {states} snapshots of {each}{cost}")
     }
@@ -272,7 +273,7 @@ impl InfoReport {
         writeln!(f, "  memory          {:>5.1} GB/s  read by {threads} threads", bandwidth.memory / 1e9)?;
         writeln!(f, "  kernels         {:>5.1} GB/s  {kernels_note}", bandwidth.compute / 1e9)?;
         let is_resident = self.plan.as_ref().is_some_and(|plan| plan.strategy == Strategy::Resident);
-        if self.shape.layers == 0 || is_resident {
+        if self.footprint.layers == 0 || is_resident {
             let speed = self.decode.last().map_or(0.0, |estimate| estimate.tokens_per_second);
             return writeln!(f, "  decode          about {speed:.1} tokens/s");
         }

@@ -51,7 +51,7 @@ pub fn measure(
     let block = BLOCK.min(max_bytes) as usize;
     let memory = memory_bandwidth(threads, block, Duration::from_millis(200));
     let memory = memory.map_err(CommandError::io("cannot measure memory bandwidth"))?;
-    let experts = found.shape.experts_per_token.max(1);
+    let experts = found.footprint.experts_per_token.max(1);
     let (compute, kernels) = match found.feed_forward.filter(|_| !gpu) {
         Some(kinds) => {
             let compute = CpuDevice::new(threads, Default::default());
@@ -79,7 +79,7 @@ struct ReadSpeed {
 }
 
 fn measure_reads(found: &CheckpointInfo, store: &StoreOptions) -> Result<ReadSpeed, StoreError> {
-    let k = found.shape.experts_per_token;
+    let k = found.footprint.experts_per_token;
     if k == 0 {
         return Ok(ReadSpeed { rate: f64::INFINITY, latency: 0.0, direct: true, cache: f64::INFINITY });
     }
@@ -100,12 +100,12 @@ fn measure_reads(found: &CheckpointInfo, store: &StoreOptions) -> Result<ReadSpe
         Ok((begin.elapsed().as_secs_f64() / count.max(1) as f64, count))
     };
     // Latency reads use at most an eighth of the experts. The other experts are kept for the rate, which matters more.
-    let max_count = (found.shape.layers * found.shape.experts / 8).max(1);
-    let mut walk = ExpertWalk::new(found.shape.layers, found.shape.experts);
+    let max_count = (found.footprint.layers * found.footprint.experts / 8).max(1);
+    let mut walk = ExpertWalk::new(found.footprint.layers, found.footprint.experts);
     let (latency, _) = read(&mut walk, 1, max_count, Duration::from_millis(150))?;
     let from = walk.clone();
     let (route, count) = read(&mut walk, k, usize::MAX, Duration::from_millis(450))?;
-    let rate = |seconds: f64| k as f64 * found.shape.expert as f64 / seconds;
+    let rate = |seconds: f64| k as f64 * found.footprint.expert as f64 / seconds;
     let cache = if direct { f64::INFINITY } else { rate(read(&mut { from }, k, count, Duration::from_millis(450))?.0) };
     Ok(ReadSpeed { rate: rate(route), latency, direct, cache })
 }

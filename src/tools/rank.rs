@@ -95,9 +95,9 @@ pub fn run(args: cli::tool_args::InfoArgs) -> Result<(), CommandError> {
         if args.like.as_deref().is_some_and(|only| only != like) {
             continue;
         }
-        let shape = outline(like, &options)?;
-        let simulated = simulate_within(&shape, machine, &limits, &options.plan).ok();
-        models.push(RankedModel { model: id, weights: shape.weights(), simulated, is_suggested: false });
+        let footprint = outline(like, &options)?;
+        let simulated = simulate_within(&footprint, machine, &limits, &options.plan).ok();
+        models.push(RankedModel { model: id, weights: footprint.weights(), simulated, is_suggested: false });
     }
     let is_fast = |model: &&mut RankedModel| slowest(model) >= FAST_ENOUGH;
     if let Some(best) = models.iter_mut().filter(is_fast).max_by_key(|model| model.weights) {

@@ -22,7 +22,8 @@ use std::fmt;
 #[derive(Debug, Serialize)]
 struct SimulationReport {
     model: String,
-    shape: ModelFootprint,
+    #[serde(rename = "shape")]
+    footprint: ModelFootprint,
     /// Results of the simulation. These figures are not measured.
     simulated: Vec<Simulation>,
     /// Machines on which the model does not fit, each with the reason.
@@ -43,17 +44,17 @@ pub fn run(args: cli::tool_args::InfoArgs, name: &str) -> Result<(), CommandErro
     let prompt_cache = args.cache.prompt_cache;
     let load = LoadSettings { parallel, prompt_cache, serving: true, ..load };
     let options = model::LoadOptions { gpu: Some(GPU), ..options(&load) };
-    let (model, shape) = match (&args.like, &args.model.model) {
+    let (model, footprint) = match (&args.like, &args.model.model) {
         (Some(_), Some(_)) => return Err(CommandError::Usage("MODEL and --like cannot be used together".into())),
         (Some(like), None) => (format!("like {like}, 4 bits"), outline(like, &options)?),
         (None, model) => {
             let dir = resolve(&ModelSource::new(model.as_deref()))?;
-            (config::name(&dir), CheckpointInfo::new(&dir, &options)?.shape)
+            (config::name(&dir), CheckpointInfo::new(&dir, &options)?.footprint)
         }
     };
-    let mut report = SimulationReport { model, shape, simulated: Vec::new(), refused: Vec::new() };
+    let mut report = SimulationReport { model, footprint, simulated: Vec::new(), refused: Vec::new() };
     for machine in MACHINES.iter().filter(|machine| name == "all" || machine.name == name) {
-        match simulate(&report.shape, *machine, &options.plan) {
+        match simulate(&report.footprint, *machine, &options.plan) {
             Ok(found) => report.simulated.push(found),
             Err(error) => report.refused.push((machine.name, error.to_string())),
         }
@@ -68,12 +69,12 @@ pub fn outline(like: &str, options: &model::LoadOptions) -> Result<ModelFootprin
     let name = std::env::temp_dir().join(format!("moestro-like-{like}-{}", std::process::id()));
     let partial = PartialDir::create(&name).map_err(StoreError::at(&name))?;
     synth::outline(partial.path(), synth::command::dimensions(like)?)?;
-    Ok(CheckpointInfo::unpacked(partial.path(), options)?.shape)
+    Ok(CheckpointInfo::unpacked(partial.path(), options)?.footprint)
 }
 
 impl fmt::Display for SimulationReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "{}: {} of weights", self.model, Size(self.shape.weights()))?;
+        writeln!(f, "{}: {} of weights", self.model, Size(self.footprint.weights()))?;
         writeln!(
             f,
             "simulated from public figures (pessimistic to optimistic); nothing was measured on these machines\n"
@@ -140,10 +141,10 @@ mod tests {
             ("4b", 2.37e9, 0, 8 * 2 * 4 * 516),
         ];
         for (like, trunk, expert, kv) in known {
-            let shape = outline(like, &options).unwrap();
-            assert_eq!(shape.expert, expert, "{like}");
-            assert!((shape.trunk as f64 / trunk - 1.0).abs() < 0.02, "{like}: {}", shape.trunk);
-            assert_eq!(shape.kv_per_token, kv, "{like}");
+            let footprint = outline(like, &options).unwrap();
+            assert_eq!(footprint.expert, expert, "{like}");
+            assert!((footprint.trunk as f64 / trunk - 1.0).abs() < 0.02, "{like}: {}", footprint.trunk);
+            assert_eq!(footprint.kv_per_token, kv, "{like}");
         }
     }
 
@@ -155,8 +156,9 @@ mod tests {
         for (dimensions, measured) in [(synth::Dimensions::of_9b(), 73.65), (synth::Dimensions::of_27b(), 24.58)] {
             let dir = tempfile::tempdir().unwrap();
             synth::outline(dir.path(), dimensions).unwrap();
-            let shape = CheckpointInfo::unpacked(dir.path(), &options).unwrap().shape;
-            let [low, high] = simulate(&shape, ultra, &options.plan).unwrap().decode.map(|case| case.tokens_per_second);
+            let footprint = CheckpointInfo::unpacked(dir.path(), &options).unwrap().footprint;
+            let [low, high] =
+                simulate(&footprint, ultra, &options.plan).unwrap().decode.map(|case| case.tokens_per_second);
             assert!(low <= measured && measured <= high, "{measured}: {low} to {high}");
         }
     }

@@ -134,18 +134,18 @@ pub struct Simulation {
     pub stall_share: [f64; 2],
 }
 
-/// Plans the memory of a model with footprint `shape` on `machine`, and estimates its decoding speed.
+/// Plans the memory of a model with this footprint on `machine`, and estimates its decoding speed.
 ///
 /// # Errors
 /// The model does not fit.
-pub fn simulate(shape: &ModelFootprint, machine: Machine, options: &PlanOptions) -> Result<Simulation, ModelError> {
+pub fn simulate(footprint: &ModelFootprint, machine: Machine, options: &PlanOptions) -> Result<Simulation, ModelError> {
     let gpu = match machine.gpu {
         MachineGpu::None => None,
         MachineGpu::Unified => Some((machine.memory as f64 * WORKING_SET_FRACTION) as u64),
         MachineGpu::Own(bytes) => Some(bytes),
     };
     let limits = MachineLimits { ram: Some(machine.memory), gpu, cgroup: None, process: PROCESS_MEMORY };
-    simulate_within(shape, machine, &limits, options)
+    simulate_within(footprint, machine, &limits, options)
 }
 
 /// Like [`simulate`], with known limits of the memory.
@@ -153,19 +153,19 @@ pub fn simulate(shape: &ModelFootprint, machine: Machine, options: &PlanOptions)
 /// # Errors
 /// The model does not fit.
 pub fn simulate_within(
-    shape: &ModelFootprint,
+    footprint: &ModelFootprint,
     machine: Machine,
     limits: &MachineLimits,
     options: &PlanOptions,
 ) -> Result<Simulation, ModelError> {
-    let plan = Plan::new(shape, limits, options)?;
+    let plan = Plan::new(footprint, limits, options)?;
     let hits = if plan.strategy == Strategy::Resident { [1.0; 2] } else { hit_rates(plan.residency) };
     let each = [0, 1].map(|case| {
         let bandwidth = machine.reached(case);
         let wait = if plan.strategy == Strategy::Resident { 0.0 } else { ROUTER_WAIT[case] };
         // LAYER_OVERHEAD was derived from the time of whole tokens, so it includes the overhead per token.
         let overhead = Overhead { layer: LAYER_OVERHEAD[case] + wait, token: 0.0 };
-        [hits[case], 1.0].map(|slots| estimate(shape, &bandwidth, HitRates { slots, cache: 0.0 }, overhead))
+        [hits[case], 1.0].map(|slots| estimate(footprint, &bandwidth, HitRates { slots, cache: 0.0 }, overhead))
     });
     Ok(Simulation {
         machine,
@@ -189,7 +189,7 @@ pub fn hit_rates(residency: f64) -> [f64; 2] {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tools::estimate::tests::model_35b;
+    use crate::tools::estimate::model_35b::model_35b;
 
     fn named(name: &str) -> Machine {
         *MACHINES.iter().find(|machine| machine.name == name).unwrap()
@@ -247,10 +247,10 @@ mod tests {
 
     #[test]
     fn simulation_uses_the_machines_figures() {
-        let shape = model_35b();
+        let footprint = model_35b();
         for name in ["m4-air-16", "m1-ultra-64"] {
             let machine = named(name);
-            let found = simulate(&shape, machine, &PlanOptions::default()).unwrap();
+            let found = simulate(&footprint, machine, &PlanOptions::default()).unwrap();
             let streamed = found.plan.strategy == Strategy::Streaming;
             assert_eq!(streamed, name == "m4-air-16");
             for case in [0, 1] {
@@ -262,7 +262,7 @@ mod tests {
                 let overhead = Overhead { layer, token: 0.0 };
                 let hits = if streamed { hit_rates(found.plan.residency)[case] } else { 1.0 };
                 let [now, never] =
-                    [hits, 1.0].map(|slots| estimate(&shape, &bandwidth, HitRates { slots, cache: 0.0 }, overhead));
+                    [hits, 1.0].map(|slots| estimate(&footprint, &bandwidth, HitRates { slots, cache: 0.0 }, overhead));
                 assert_eq!(found.decode[case], now, "{name}");
                 let stalled = 1.0 - now.tokens_per_second / never.tokens_per_second;
                 assert!((found.stall_share[case] - stalled).abs() < 1e-12, "{name}");

@@ -248,7 +248,7 @@ fn read(chunk: usize) -> u64 {
     assert_eq!(layers, (0..chunks).flat_map(|_| 0..LAYERS).collect::<Vec<_>>(), "once a layer and chunk");
     let (hits, misses) = (metrics.lookups_prefill_hit.get(), metrics.lookups_prefill_miss.get());
     assert_eq!(hits + misses, asked);
-    assert_eq!(metrics.ssd_read_bytes.get(), misses * model.shape().expert);
+    assert_eq!(metrics.ssd_read_bytes.get(), misses * model.footprint().expert);
     assert!(misses > asked / 2, "with few slots most experts must be read: {misses} of {asked}");
     asked
 }

@@ -152,6 +152,6 @@ fn cached_token_takes_half_and_quarter() {
     let of = |format: moestro_compute::ops::KvFormat| format.row_bytes(256) as f64 / I16.row_bytes(256) as f64;
     assert!(of(Eight) <= 0.53 && of(Four) <= 0.28, "{} {}", of(Eight), of(Four));
     let [sixteen, eight, four] = [KvBits::Sixteen, KvBits::Eight, KvBits::Four]
-        .map(|bits| demo(bits, CpuArithmetic::Integer).shape().kv_per_token);
+        .map(|bits| demo(bits, CpuArithmetic::Integer).footprint().kv_per_token);
     assert!(eight * 100 <= sixteen * 53 && four * 100 <= sixteen * 28, "{sixteen} {eight} {four}");
 }

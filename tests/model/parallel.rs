@@ -242,7 +242,7 @@ fn unused_sequence_states_take_no_memory() {
     let mut state = model.start().unwrap();
     model.forward(&mut state, &[100], Rows::Last).unwrap();
     let after = os::resident_memory().unwrap_or(0);
-    let all = model.shape().state * COUNT;
+    let all = model.footprint().state * COUNT;
     assert!(all > 64 << 20, "{all} bytes in all states");
     // States that share a huge page take memory together.
     assert!(

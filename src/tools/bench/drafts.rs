@@ -117,7 +117,7 @@ fn answer(
     drafts: bool,
 ) -> Result<(&'static str, (Vec<u32>, Timings)), CommandError> {
     let found = DraftSource::new(load, dir, None)?;
-    let options = model::LoadOptions { draft: found.shape(), drafter: found.drafter(), ..options(load) };
+    let options = model::LoadOptions { draft: found.footprint(), drafter: found.drafter(), ..options(load) };
     let metrics = Metrics::new(env!("CARGO_PKG_VERSION"), "cpu");
     let model = load_model(dir, load, options, prompt.len() + tokens, &metrics)?;
     let draft: Box<dyn engine::Draft<_>> = if drafts { found.load(&model)? } else { Box::new(LookupDraft) };

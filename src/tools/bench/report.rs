@@ -19,7 +19,8 @@ pub struct BenchSetup {
     pub io_threads: usize,
     /// True if expert reads bypass the page cache. `None` for a model without routed experts.
     pub direct: Option<bool>,
-    pub shape: ModelFootprint,
+    #[serde(rename = "shape")]
+    pub footprint: ModelFootprint,
     pub plan: Plan,
 }
 
@@ -30,7 +31,7 @@ impl BenchSetup {
             threads: load.flags.threads.unwrap_or_else(os::physical_cores),
             io_threads: load.flags.io_threads,
             direct: model.store().map(|store| store.access() == Access::Direct),
-            shape: model.shape().clone(),
+            footprint: model.footprint().clone(),
             plan: model.plan().clone(),
         }
     }
@@ -53,9 +54,9 @@ pub struct BenchReport {
 
 impl fmt::Display for BenchReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let BenchSetup { device, threads, io_threads, direct, shape, plan } = &self.setup;
+        let BenchSetup { device, threads, io_threads, direct, footprint, plan } = &self.setup;
         let strategy = if plan.strategy == Strategy::Resident { "resident" } else { "streaming" };
-        write!(f, "{}: {strategy}, {} of {} experts in memory", self.model, plan.slots, shape.total_experts())?;
+        write!(f, "{}: {strategy}, {} of {} experts in memory", self.model, plan.slots, footprint.total_experts())?;
         let how = match direct {
             Some(true) => format!(", {io_threads} reading past the page cache"),
             Some(false) => format!(", {io_threads} reading through the page cache"),

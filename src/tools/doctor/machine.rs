@@ -156,11 +156,11 @@ struct MachineBench<'a> {
     models: &'a ReportModels,
 }
 
-/// The shape of a model that was entirely in memory, and the seconds per token.
+/// The footprint of a model that was entirely in memory, and the seconds per token.
 type ResidentRun = (ModelFootprint, f64);
 
 impl MachineBench<'_> {
-    /// Measures an answer of the model in `dir`. If all experts were in memory, returns the model's shape and the
+    /// Measures an answer of the model in `dir`. If all experts were in memory, returns the model's footprint and the
     /// seconds per token.
     fn run(
         &self,
@@ -191,7 +191,7 @@ impl MachineBench<'_> {
             }
             model = model.move_to(gpu).map_err(|refused| refused.error)?;
         }
-        let shape = model.shape().clone();
+        let footprint = model.footprint().clone();
         let is_resident = model.plan().strategy == Strategy::Resident;
         let ids: Vec<u32> = (0..prompt).map(|index| (index * 7919 % model.info().vocab) as u32).collect();
         let mut session = BenchSession { model, metrics };
@@ -209,15 +209,15 @@ impl MachineBench<'_> {
             stall_share: decode.stall_share,
             cores,
         });
-        Ok(is_resident.then_some((shape, 1.0 / decode.tokens_per_second)))
+        Ok(is_resident.then_some((footprint, 1.0 / decode.tokens_per_second)))
     }
 }
 
 /// Computes the time per layer and per token that does not depend on the bytes read, from runs of two models in memory.
 fn overhead(bandwidth: &Bandwidth, runs: [&ResidentRun; 2]) -> Overhead {
-    let [first, second] = runs.map(|(shape, seconds)| {
-        let bytes = estimate(shape, bandwidth, HitRates::ALL, Overhead::default());
-        (shape.layers as f64, seconds - 1.0 / bytes.tokens_per_second)
+    let [first, second] = runs.map(|(footprint, seconds)| {
+        let bytes = estimate(footprint, bandwidth, HitRates::ALL, Overhead::default());
+        (footprint.layers as f64, seconds - 1.0 / bytes.tokens_per_second)
     });
     let layer = ((second.1 - first.1) / (second.0 - first.0)).max(0.0);
     Overhead { layer, token: (first.1 - first.0 * layer).max(0.0) }
@@ -254,9 +254,9 @@ mod tests {
         let run = |layers: usize| {
             let dir = tempfile::tempdir().unwrap();
             synth::outline(dir.path(), Dimensions { layers, ..Dimensions::of_35b() }).unwrap();
-            let shape = CheckpointInfo::unpacked(dir.path(), &LoadOptions::default()).unwrap().shape;
-            let speed = estimate(&shape, &bandwidth, HitRates::ALL, expected).tokens_per_second;
-            (shape, 1.0 / speed)
+            let footprint = CheckpointInfo::unpacked(dir.path(), &LoadOptions::default()).unwrap().footprint;
+            let speed = estimate(&footprint, &bandwidth, HitRates::ALL, expected).tokens_per_second;
+            (footprint, 1.0 / speed)
         };
         let found = overhead(&bandwidth, [&run(4), &run(8)]);
         assert!((found.layer - 2e-4).abs() < 1e-9 && (found.token - 1e-3).abs() < 1e-9, "{found:?}");

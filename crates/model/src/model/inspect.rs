@@ -54,7 +54,7 @@ pub struct CheckpointInfo {
     pub tables: Vec<RowTable>,
     /// The rows of each n-gram table in the pack.
     pub packed_rows: Vec<Option<PackedRows>>,
-    pub shape: ModelFootprint,
+    pub footprint: ModelFootprint,
     /// Encodings of gate, up and down in the first layer: those of its experts, or of its dense feed-forward.
     pub feed_forward: Option<[ProjectionShape; 3]>,
     /// The vision tower, if the checkpoint has one and the options enable images.
@@ -77,7 +77,7 @@ impl CheckpointInfo {
         }
         if let Some(pack) = pack::find(dir, &found.experts, &found.files) {
             tracing::info!(dir = %pack.dir.display(), "experts are read from their pack");
-            found.shape.slot = pack.map.slot_bytes(MAX_BLOCK) as u64;
+            found.footprint.slot = pack.map.slot_bytes(MAX_BLOCK) as u64;
             found.experts = pack.map;
             found.files = pack.files;
             (found.pack, found.packed) = (Some(pack.dir), Some(pack.records));
@@ -109,7 +109,7 @@ impl CheckpointInfo {
         files.extend(others.cloned().collect::<BTreeSet<_>>());
         let gathered = if net.head.is_some() { net.embed.bytes() as u64 } else { 0 };
         let trunk = [len, gathered, net.head().bytes() as u64];
-        let shape = shape(&config, options, trunk, &experts);
+        let footprint = footprint(&config, options, trunk, &experts);
         let head = mtp::inspect(dir, &config, &checkpoint.index, options)?;
         // Images are untested for models with an indexer or several streams.
         let is_untested = config.streams.is_some() || config.indexer.is_some();
@@ -118,8 +118,10 @@ impl CheckpointInfo {
         let reads_text_only = options.vision.disabled || is_untested;
         let vision = if reads_text_only { None } else { vision::open(dir, &checkpoint.index, config.hidden) };
         let vision = vision.map(|tower| tower.with_max_tokens(options.image_tokens()));
-        let shape =
-            ModelFootprint { vision: vision.as_ref().map_or(0, |tower| tower.bytes(options.vision_on_gpu())), ..shape };
+        let footprint = ModelFootprint {
+            vision: vision.as_ref().map_or(0, |tower| tower.bytes(options.vision_on_gpu())),
+            ..footprint
+        };
         let kv_format = device_limits(options).kv_format;
         let feed_forward = net.layers.first().map(|layer| match &layer.ffn {
             Ffn::Dense(dense) => [&dense.gate_up[0], &dense.gate_up[1], &dense.down].map(ProjectionShape::of),
@@ -134,7 +136,7 @@ impl CheckpointInfo {
             packed: None,
             packed_rows: tables.iter().map(|_| None).collect(),
             tables,
-            shape,
+            footprint,
             feed_forward,
             vision,
             ignores_vision,
@@ -150,7 +152,7 @@ impl CheckpointInfo {
         match plan {
             Err(error) if self.vision.is_some() => {
                 let vision = self.vision.take();
-                let bytes = std::mem::take(&mut self.shape.vision);
+                let bytes = std::mem::take(&mut self.footprint.vision);
                 let without = self.plan_with_head(limits, options);
                 match without {
                     Ok(plan) => {
@@ -159,7 +161,7 @@ impl CheckpointInfo {
                     }
                     Err(_) => {
                         self.vision = vision;
-                        self.shape.vision = bytes;
+                        self.footprint.vision = bytes;
                         Err(error)
                     }
                 }
@@ -169,19 +171,19 @@ impl CheckpointInfo {
     }
 
     fn plan_with_head(&mut self, limits: &MachineLimits, options: &PlanOptions) -> Result<Plan, ModelError> {
-        let Some(head) = &mut self.head else { return Plan::new(&self.shape, limits, options) };
-        self.shape.draft.fixed = head.bytes(self.kv_format);
-        let mut plan = Plan::new(&self.shape, limits, options);
+        let Some(head) = &mut self.head else { return Plan::new(&self.footprint, limits, options) };
+        self.footprint.draft.fixed = head.bytes(self.kv_format);
+        let mut plan = Plan::new(&self.footprint, limits, options);
         if !plan.as_ref().is_ok_and(|plan| plan.strategy == Strategy::Resident) {
             head.stream();
-            self.shape.draft.fixed = head.bytes(self.kv_format);
-            plan = Plan::new(&self.shape, limits, options);
+            self.footprint.draft.fixed = head.bytes(self.kv_format);
+            plan = Plan::new(&self.footprint, limits, options);
         }
         if let Err(error) = &plan {
             tracing::warn!(%error, "not enough memory for the MTP head; falling back to prompt-lookup drafts");
             self.head = None;
-            self.shape.draft.fixed = 0;
-            plan = Plan::new(&self.shape, limits, options);
+            self.footprint.draft.fixed = 0;
+            plan = Plan::new(&self.footprint, limits, options);
         }
         plan
     }
@@ -203,7 +205,12 @@ pub fn cpu_scratch(config: &Config) -> [u64; 2] {
 }
 
 /// The sizes of a model, for the memory plan.
-fn shape(config: &Config, options: &LoadOptions, [trunk, gathered, head]: [u64; 3], map: &ExpertMap) -> ModelFootprint {
+fn footprint(
+    config: &Config,
+    options: &LoadOptions,
+    [trunk, gathered, head]: [u64; 3],
+    map: &ExpertMap,
+) -> ModelFootprint {
     let (experts, experts_per_token) = match config.ffn {
         FfnShape::Dense { .. } => (0, 0),
         FfnShape::Moe { experts, k, .. } => (experts, k),

@@ -44,7 +44,8 @@ impl Qwen {
         }
         let machine = MachineLimits::here(options.gpu);
         let plan = info.plan(&machine, &options.plan)?;
-        let CheckpointInfo { config, checkpoint, experts, files, packed, packed_rows, shape, vision, head, .. } = info;
+        let CheckpointInfo { config, checkpoint, experts, files, packed, packed_rows, footprint, vision, head, .. } =
+            info;
         for (gauge, bytes) in [
             (&metrics.memory_limit_bytes, plan.limit),
             (&metrics.memory_process, plan.process),
@@ -61,12 +62,12 @@ impl Qwen {
         }
         metrics.pack_damaged_records.set(0);
         metrics.gpu_lost.set(0);
-        let mut trunk = TrunkLoader::read(&checkpoint, shape.trunk as usize)?.with_progress(progress);
+        let mut trunk = TrunkLoader::read(&checkpoint, footprint.trunk as usize)?.with_progress(progress);
         let (mut net, _) = Network::load(&mut trunk, &config)?;
         let weights = trunk.finish()?;
         let mut store = None;
         if !experts.layers.is_empty() {
-            let expert_options = expert_options(options, &plan, &shape, &machine, &checkpoint.index, packed);
+            let expert_options = expert_options(options, &plan, &footprint, &machine, &checkpoint.index, packed);
             let opened = ExpertStore::open(files, experts, expert_options, metrics.clone())?;
             opened.fill(progress)?;
             net.set_expert_layout(&opened);
@@ -87,8 +88,20 @@ impl Qwen {
             let tower = tower.on_gpu(options.vision_on_gpu()).on_threads(compute.threads.clone());
             Vision::new(tower, metrics.clone())
         });
-        let parts =
-            ModelParts { config, net, weights, store, tables, plan, shape, mtp, compute, kv_bits, gpu_awake, vision };
+        let parts = ModelParts {
+            config,
+            net,
+            weights,
+            store,
+            tables,
+            plan,
+            footprint,
+            mtp,
+            compute,
+            kv_bits,
+            gpu_awake,
+            vision,
+        };
         Self::on(parts, Box::new(cpu)).map_err(|rejected| rejected.1)
     }
 
@@ -142,7 +155,7 @@ impl Qwen {
 fn expert_options(
     options: &LoadOptions,
     plan: &Plan,
-    shape: &ModelFootprint,
+    footprint: &ModelFootprint,
     machine: &MachineLimits,
     index: &Index,
     pack_records: Option<Arc<PackRecords>>,
@@ -152,9 +165,9 @@ fn expert_options(
     // Direct reads on Linux shift experts within their slots unless they come from a pack, but CUDA kernels need
     // aligned experts.
     let shifts = options.gpu.is_some() && GPU_KIND == "cuda" && pack_records.is_none();
-    let prefers_buffered = shifts || plan.page_cache_holds_experts(shape, machine);
+    let prefers_buffered = shifts || plan.page_cache_holds_experts(footprint, machine);
     let io = if io == experts::ReadMode::Auto && prefers_buffered { experts::ReadMode::Buffered } else { io };
-    let min_slots = usize::try_from(shape.working_set()).unwrap_or(usize::MAX);
+    let min_slots = usize::try_from(footprint.working_set()).unwrap_or(usize::MAX);
     let warm_start = if warm { hot_list(index) } else { None };
     experts::Options { slots, min_slots, io, threads, prefetch, warm_start, pack_records, segment_bytes }
 }

@@ -16,7 +16,7 @@ pub struct ModelParts {
     /// The n-gram tables, in order of layers.
     pub tables: Vec<NgramTable>,
     pub plan: Plan,
-    pub shape: ModelFootprint,
+    pub footprint: ModelFootprint,
     pub mtp: Option<MtpHead>,
     /// The CPU threads, for the model or for a draft model.
     pub compute: CpuDevice,

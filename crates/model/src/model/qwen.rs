@@ -40,14 +40,14 @@ impl Model for Qwen {
     type State = QwenState;
 
     fn info(&self) -> ModelInfo {
-        let ModelParts { config, plan, shape, .. } = &self.parts;
+        let ModelParts { config, plan, footprint, .. } = &self.parts;
         ModelInfo {
             vocab: config.vocab,
             context: plan.context,
             chunk: plan.chunk,
             batch: self.batch(),
             exact_chunks: !self.device.limits.uses_half_precision,
-            snapshot_size: SnapshotSize { state: shape.state, page: self.device.pool.page_size() },
+            snapshot_size: SnapshotSize { state: footprint.state, page: self.device.pool.page_size() },
             pages: Some(self.device.pool.clone()),
             images: self.parts.vision.as_ref().map(|vision| vision.processor.clone()),
             threads: Some(self.parts.compute.threads.clone()),
@@ -161,8 +161,8 @@ impl Qwen {
         &self.parts.plan
     }
 
-    pub fn shape(&self) -> &ModelFootprint {
-        &self.parts.shape
+    pub fn footprint(&self) -> &ModelFootprint {
+        &self.parts.footprint
     }
 
     /// The store of the routed experts. A dense model has none.

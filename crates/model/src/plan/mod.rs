@@ -295,59 +295,79 @@ impl Plan {
     /// True if the model streams and the memory outside the limit has room for all of its experts. The page cache then
     /// answers most reads, and a miss rarely waits for the disk. A quarter of the memory outside the limit is left to
     /// other programs.
-    pub fn page_cache_holds_experts(&self, shape: &ModelFootprint, machine: &MachineLimits) -> bool {
+    pub fn page_cache_holds_experts(&self, footprint: &ModelFootprint, machine: &MachineLimits) -> bool {
         let memory = [machine.ram, machine.cgroup].into_iter().flatten().min().unwrap_or(0);
         let spare = memory.saturating_sub(self.limit);
-        self.strategy == Strategy::Streaming && shape.total_experts().saturating_mul(shape.expert) <= spare / 4 * 3
+        self.strategy == Strategy::Streaming
+            && footprint.total_experts().saturating_mul(footprint.expert) <= spare / 4 * 3
     }
 
-    /// Plans the memory of a model with footprint `shape` within `limits`.
+    /// Plans the memory of a model with this footprint within `limits`.
     ///
     /// # Errors
     /// The smallest plan exceeds the limit. The error lists the parts of the smallest plan.
-    pub fn new(shape: &ModelFootprint, limits: &MachineLimits, options: &PlanOptions) -> Result<Self, ModelError> {
-        let at = |parallel: usize| Self::with_parallel(shape, limits, options, parallel);
+    pub fn new(footprint: &ModelFootprint, limits: &MachineLimits, options: &PlanOptions) -> Result<Self, ModelError> {
+        let at = |parallel: usize| Self::with_parallel(footprint, limits, options, parallel);
         let one = match options.parallel {
             Parallel::Count(count) => return at(count.max(1)),
             Parallel::Auto => at(1)?,
         };
         let has_room = one.strategy == Strategy::Resident && one.limit - one.total() >= one.limit / FREE_FOR_FOUR;
         let parallel = if has_room { 4 } else { 2 };
-        let cost = (parallel - 1) * (shape.sequence + one.chunk as u64 * shape.sequence_per_row);
+        let cost = (parallel - 1) * (footprint.sequence + one.chunk as u64 * footprint.sequence_per_row);
         let more = at(parallel as usize).ok();
         let more = more.filter(|more| more.strategy == one.strategy && cost <= one.limit / MAX_PARALLEL_COST);
         Ok(more.unwrap_or(one))
     }
 
     fn with_parallel(
-        shape: &ModelFootprint,
+        footprint: &ModelFootprint,
         limits: &MachineLimits,
         options: &PlanOptions,
         parallel: usize,
     ) -> Result<Self, ModelError> {
         let (limit, limit_from) = limits.choose(options.limit);
-        let all = shape.total_experts();
+        let all = footprint.total_experts();
         let sequences = options.sequences.max(1) as u64;
-        let [state, kv_per_token] = [shape.state, shape.kv_per_token].map(|one| one.saturating_mul(sequences));
+        let [state, kv_per_token] = [footprint.state, footprint.kv_per_token].map(|one| one.saturating_mul(sequences));
         let more = |each: u64| each.saturating_mul(parallel as u64 - 1);
-        let state = state.saturating_add(more(shape.sequence));
-        let workspace_per_row = shape.workspace_per_row.saturating_add(more(shape.sequence_per_row));
-        let DraftFootprint { fixed: draft, per_token, per_row } = shape.draft;
+        let state = state.saturating_add(more(footprint.sequence));
+        let workspace_per_row = footprint.workspace_per_row.saturating_add(more(footprint.sequence_per_row));
+        let DraftFootprint { fixed: draft, per_token, per_row } = footprint.draft;
         let each = [kv_per_token.saturating_add(per_token), workspace_per_row.saturating_add(per_row)];
-        let kv = CountRange::new(options.context, CONTEXT, shape.context as u64, each[0]);
-        let rows = CountRange::new(options.chunk, CHUNK, shape.context as u64, each[1]);
+        let kv = CountRange::new(options.context, CONTEXT, footprint.context as u64, each[0]);
+        let rows = CountRange::new(options.chunk, CHUNK, footprint.context as u64, each[1]);
         let prompt_cache = options.prompt_cache.unwrap_or(0);
-        let requests = if options.serving { request_memory(limit, shape) } else { 0 };
-        let slots = if options.stream == Some(false) { all } else { shape.working_set().min(all) };
+        let requests = if options.serving { request_memory(limit, footprint) } else { 0 };
+        let slots = if options.stream == Some(false) { all } else { footprint.working_set().min(all) };
 
         // The additions saturate, so a sum that is within the limit has not overflowed.
-        let fixed =
-            [limits.process, shape.trunk, shape.vision, state, shape.workspace_fixed, draft, requests, prompt_cache];
-        let floors = [kv.bytes(kv.floor), rows.bytes(rows.floor), slots.saturating_mul(shape.slot)];
+        let fixed = [
+            limits.process,
+            footprint.trunk,
+            footprint.vision,
+            state,
+            footprint.workspace_fixed,
+            draft,
+            requests,
+            prompt_cache,
+        ];
+        let floors = [kv.bytes(kv.floor), rows.bytes(rows.floor), slots.saturating_mul(footprint.slot)];
         let min_total = fixed.into_iter().chain(floors).fold(0, u64::saturating_add);
         let Some(spare) = limit.checked_sub(min_total) else {
-            let asked =
-                PlanRefusal { shape, limits, options, limit, limit_from, kv, rows, slots, requests, state, min_total };
+            let asked = PlanRefusal {
+                footprint,
+                limits,
+                options,
+                limit,
+                limit_from,
+                kv,
+                rows,
+                slots,
+                requests,
+                state,
+                min_total,
+            };
             return Err(ModelError::Memory(asked.to_string()));
         };
 
@@ -357,8 +377,8 @@ impl Plan {
         let rows_share = (spare / 8).min(rows.bytes(rows.short - rows.floor));
         let cache_share = if options.prompt_cache.is_some() { 0 } else { (spare / 16).min(PROMPT_CACHE) };
         let for_slots = spare - kv_share - rows_share - cache_share;
-        let fit = (slots + for_slots.checked_div(shape.slot).unwrap_or(0)).min(all);
-        let over = if fit == all { for_slots - (fit - slots) * shape.slot } else { 0 };
+        let fit = (slots + for_slots.checked_div(footprint.slot).unwrap_or(0)).min(all);
+        let over = if fit == all { for_slots - (fit - slots) * footprint.slot } else { 0 };
         let context = kv.count(kv_share + over, 256);
         let chunk = rows.count(rows_share, 64);
 
@@ -369,15 +389,15 @@ impl Plan {
             limit,
             limit_from,
             process: limits.process,
-            trunk: shape.trunk,
-            vision: shape.vision,
+            trunk: footprint.trunk,
+            vision: footprint.vision,
             kv: context * kv_per_token,
             state,
-            workspace: shape.workspace_fixed + chunk * workspace_per_row,
+            workspace: footprint.workspace_fixed + chunk * workspace_per_row,
             draft: draft + context * per_token + chunk * per_row,
             requests,
             prompt_cache: prompt_cache + cache_share,
-            experts: slots * shape.slot,
+            experts: slots * footprint.slot,
             page_cache: 0,
             slots: slots as usize,
             residency: if all == 0 { 1.0 } else { slots as f64 / all as f64 },
@@ -386,7 +406,7 @@ impl Plan {
             chunk: chunk as usize,
             parallel,
         };
-        let whole = (plan.total() - plan.experts).saturating_add(all.saturating_mul(shape.slot));
+        let whole = (plan.total() - plan.experts).saturating_add(all.saturating_mul(footprint.slot));
         plan.overcommit = whole as f64 / limit as f64;
         if options.buffered && !resident {
             plan.page_cache = limit - plan.total();
@@ -396,9 +416,9 @@ impl Plan {
 }
 
 /// A server's memory for requests in progress.
-fn request_memory(limit: u64, shape: &ModelFootprint) -> u64 {
+fn request_memory(limit: u64, footprint: &ModelFootprint) -> u64 {
     // The result includes memory to decode images.
-    let images = if shape.vision > 0 { (limit / 16).min(IMAGE_MEMORY) } else { 0 };
+    let images = if footprint.vision > 0 { (limit / 16).min(IMAGE_MEMORY) } else { 0 };
     (limit / 16).clamp(REQUEST_MEMORY[0], REQUEST_MEMORY[1]) + images
 }
 
@@ -439,7 +459,7 @@ impl CountRange {
 /// The smallest plan of a model, which exceeds the limit. The `Display` implementation writes the error message, which
 /// lists all parts.
 struct PlanRefusal<'a> {
-    shape: &'a ModelFootprint,
+    footprint: &'a ModelFootprint,
     limits: &'a MachineLimits,
     options: &'a PlanOptions,
     limit: u64,
@@ -459,8 +479,8 @@ impl PlanRefusal<'_> {
         let margin = (self.limits.process / 16).max(4 << 20);
         let rest = self.min_total.saturating_sub(self.requests).saturating_add(margin);
         let mut limit = rest.saturating_add(self.requests);
-        while self.options.serving && rest.saturating_add(request_memory(limit, self.shape)) > limit {
-            limit = rest.saturating_add(request_memory(limit, self.shape));
+        while self.options.serving && rest.saturating_add(request_memory(limit, self.footprint)) > limit {
+            limit = rest.saturating_add(request_memory(limit, self.footprint));
         }
         limit.div_ceil(1 << 20)
     }
@@ -475,28 +495,28 @@ impl fmt::Display for PlanRefusal<'_> {
             LimitSource::Cgroup => "the control group's limit",
             LimitSource::Fallback => "assumed, because the system does not report its memory",
         };
-        let shape = self.shape;
-        write!(f, "the model does not fit in {} ({from}): trunk {}", Size(self.limit), Size(shape.trunk))?;
+        let footprint = self.footprint;
+        write!(f, "the model does not fit in {} ({from}): trunk {}", Size(self.limit), Size(footprint.trunk))?;
         write!(f, " + KV cache for {} tokens {}", self.kv.floor, Size(self.kv.bytes(self.kv.floor)))?;
         write!(f, " + state {}", Size(self.state))?;
-        let workspace = shape.workspace_fixed.saturating_add(self.rows.bytes(self.rows.floor));
+        let workspace = footprint.workspace_fixed.saturating_add(self.rows.bytes(self.rows.floor));
         write!(f, " + workspace for chunks of {} tokens {}", self.rows.floor, Size(workspace))?;
         let prompt_cache = self.options.prompt_cache.unwrap_or(0);
         let optional = [
-            ("the draft model", shape.draft.fixed),
-            ("images", shape.vision),
+            ("the draft model", footprint.draft.fixed),
+            ("images", footprint.vision),
             ("requests", self.requests),
             ("prompt cache", prompt_cache),
         ];
         for (what, bytes) in optional.into_iter().filter(|(_, bytes)| *bytes > 0) {
             write!(f, " + {what} {}", Size(bytes))?;
         }
-        write!(f, " + {} expert slots ({} layers x ", self.slots, shape.layers)?;
+        write!(f, " + {} expert slots ({} layers x ", self.slots, footprint.layers)?;
         match self.options.stream {
-            Some(false) => write!(f, "{}, all of them)", shape.experts)?,
-            _ => write!(f, "{} experts a token)", shape.experts_per_token)?,
+            Some(false) => write!(f, "{}, all of them)", footprint.experts)?,
+            _ => write!(f, "{} experts a token)", footprint.experts_per_token)?,
         }
-        let experts = Size(self.slots.saturating_mul(shape.slot));
+        let experts = Size(self.slots.saturating_mul(footprint.slot));
         let process = Size(self.limits.process);
         write!(f, " {experts} + the program itself {process} = {}", Size(self.min_total))?;
         match self.limit_from {

@@ -1,34 +1,15 @@
 use super::*;
+use model_35b::model_35b;
 use proptest::{
     prelude::{Just, any, prop_assert, prop_assert_eq, prop_oneof, proptest},
     strategy::Strategy as _,
 };
 
+#[path = "model_35b.rs"]
+mod model_35b;
+
 const GIB: u64 = 1 << 30;
 const MIB: u64 = 1 << 20;
-
-/// The footprint of Qwen3.5-35B-A3B with 4-bit weights.
-fn model_35b() -> ModelFootprint {
-    ModelFootprint {
-        trunk: 1_390_000_000,
-        gathered: 286_000_000,
-        head: 286_000_000,
-        expert: 1_769_472,
-        slot: 1_785_856,
-        layers: 40,
-        experts: 256,
-        experts_per_token: 8,
-        kv_per_token: 40_960,
-        state: 66_000_000,
-        sequence: 70_000_000,
-        sequence_per_row: 0,
-        workspace_per_row: 300_000,
-        workspace_fixed: 4_000_000,
-        context: 262_144,
-        draft: DraftFootprint::default(),
-        vision: 0,
-    }
-}
 
 fn limits() -> MachineLimits {
     MachineLimits { ram: Some(64 * GIB), gpu: None, cgroup: None, process: 100 << 20 }
@@ -78,8 +59,8 @@ fn model_that_does_not_fit_streams() {
     assert!(plan.context >= 4096 && plan.context <= 32768);
     assert!(plan.overcommit > 2.0, "{}", plan.overcommit);
     // The slots get all memory that other parts do not need. The loss by rounding is less than one slot plus two steps.
-    let shape = model_35b();
-    let rounding = shape.slot + 256 * shape.kv_per_token + 64 * shape.workspace_per_row;
+    let footprint = model_35b();
+    let rounding = footprint.slot + 256 * footprint.kv_per_token + 64 * footprint.workspace_per_row;
     assert!(plan.limit - plan.total() <= rounding);
 }
 
@@ -200,8 +181,9 @@ fn streaming_plan_bounds_context_and_chunk() {
 #[test]
 fn refusal_names_only_parts_that_exist() {
     let options = PlanOptions { limit: Some(100 * MIB), ..PlanOptions::default() };
-    let why =
-        |shape: &ModelFootprint, options: &PlanOptions| Plan::new(shape, &limits(), options).unwrap_err().to_string();
+    let why = |footprint: &ModelFootprint, options: &PlanOptions| {
+        Plan::new(footprint, &limits(), options).unwrap_err().to_string()
+    };
     let parts = ["the draft model 7.0 MiB", "requests 16.0 MiB", "prompt cache 6.0 MiB"];
     let all = why(&small(), &PlanOptions { serving: true, prompt_cache: Some(6 * MIB), ..options });
     assert!(parts.iter().all(|part| all.contains(&format!(" + {part}"))), "{all}");
@@ -274,9 +256,9 @@ fn each_parallel_request_takes_a_state() {
 
 #[test]
 fn auto_parallel_follows_free_memory() {
-    let at = |shape: &ModelFootprint, limit| {
+    let at = |footprint: &ModelFootprint, limit| {
         let options = PlanOptions { limit: Some(limit), parallel: Parallel::Auto, ..PlanOptions::default() };
-        Plan::new(shape, &limits(), &options).unwrap()
+        Plan::new(footprint, &limits(), &options).unwrap()
     };
     // The four cases: resident with at least an eighth of the limit free, resident with less memory free, streaming,
     // and a small limit.
@@ -288,8 +270,8 @@ fn auto_parallel_follows_free_memory() {
 
 #[test]
 fn dense_model_has_no_slots() {
-    let shape = ModelFootprint { expert: 0, slot: 0, layers: 0, experts: 0, experts_per_token: 0, ..model_35b() };
-    let plan = Plan::new(&shape, &limits(), &PlanOptions::default()).unwrap();
+    let footprint = ModelFootprint { expert: 0, slot: 0, layers: 0, experts: 0, experts_per_token: 0, ..model_35b() };
+    let plan = Plan::new(&footprint, &limits(), &PlanOptions::default()).unwrap();
     assert_eq!((plan.strategy, plan.slots, plan.experts), (Strategy::Resident, 0, 0));
 }
 
@@ -299,7 +281,7 @@ fn sizes_are_formatted() {
     assert_eq!(words, ["0 B", "1023 B", "1.5 KiB", "5.0 MiB", "1.50 GiB"]);
 }
 
-fn shapes() -> impl proptest::strategy::Strategy<Value = ModelFootprint> {
+fn footprints() -> impl proptest::strategy::Strategy<Value = ModelFootprint> {
     let bytes = (1u64..4 << 30, 1u64..30 << 20, 1u64..1 << 17, 0u64..1 << 28, 1u64..1 << 20);
     let counts = (0usize..64, 1usize..512, 1usize..16, 1usize..300_000);
     (bytes, counts).prop_map(|((trunk, expert, kv, state, row), (layers, experts, k, context))| ModelFootprint {
@@ -364,25 +346,25 @@ fn overflowing_sizes_are_refused() {
 
 proptest! {
     #[test]
-    fn sum_never_exceeds_limit(shape in shapes(), options in options(), limit in 0u64..200 << 30) {
+    fn sum_never_exceeds_limit(footprint in footprints(), options in options(), limit in 0u64..200 << 30) {
         let limits = MachineLimits { process: 50 << 20, ..MachineLimits::default() };
-        let Ok(plan) = Plan::new(&shape, &limits, &PlanOptions { limit: Some(limit), ..options }) else { return Ok(()) };
+        let Ok(plan) = Plan::new(&footprint, &limits, &PlanOptions { limit: Some(limit), ..options }) else { return Ok(()) };
         prop_assert_eq!(plan.limit, limit);
         prop_assert!(plan.total() + plan.page_cache <= limit, "{plan:?}");
-        prop_assert!(plan.slots as u64 >= shape.working_set());
-        prop_assert!(plan.slots as u64 <= shape.total_experts());
-        prop_assert_eq!(plan.experts, plan.slots as u64 * shape.slot);
-        prop_assert_eq!(plan.kv, plan.context as u64 * shape.kv_per_token);
+        prop_assert!(plan.slots as u64 >= footprint.working_set());
+        prop_assert!(plan.slots as u64 <= footprint.total_experts());
+        prop_assert_eq!(plan.experts, plan.slots as u64 * footprint.slot);
+        prop_assert_eq!(plan.kv, plan.context as u64 * footprint.kv_per_token);
         prop_assert!(plan.chunk >= 1);
-        prop_assert_eq!(plan.context, options.context.unwrap_or(plan.context.min(shape.context)));
+        prop_assert_eq!(plan.context, options.context.unwrap_or(plan.context.min(footprint.context)));
     }
 
     #[test]
     fn more_memory_never_shrinks_any_part(
-        shape in shapes(), options in options(), limit in 0u64..100 << 30, more in 0u64..20 << 30,
+        footprint in footprints(), options in options(), limit in 0u64..100 << 30, more in 0u64..20 << 30,
     ) {
         let limits = MachineLimits { process: 50 << 20, ..MachineLimits::default() };
-        let at = |limit| Plan::new(&shape, &limits, &PlanOptions { limit: Some(limit), ..options });
+        let at = |limit| Plan::new(&footprint, &limits, &PlanOptions { limit: Some(limit), ..options });
         let Ok(small) = at(limit) else { return Ok(()) };
         let large = at(limit + more).expect("a plan that fits in less memory fits in more");
         prop_assert!(large.slots >= small.slots);

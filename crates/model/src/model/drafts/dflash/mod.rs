@@ -56,7 +56,7 @@ impl DflashCheckpoint {
     }
 
     /// The memory that the loaded draft needs.
-    pub fn shape(&self) -> DraftFootprint {
+    pub fn footprint(&self) -> DraftFootprint {
         let config = &self.config;
         // The context of a layer with a window has a fixed size. Without a window, it grows with the sequence.
         let has_window = |window: &&config::AttentionWindow| window.size.is_some();
