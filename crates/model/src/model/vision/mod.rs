@@ -8,6 +8,7 @@
 //! | `processor` | all of these for one image |
 //! | `image` | an image and its place in a prompt; cache keys of its tokens |
 //! | `tower`, `weights`, `activation` | patches to rows, in Candle tensors |
+//! | `work_limit` | work that a GPU gets at once |
 //! | `row_cache` | rows of recent images |
 
 mod activation;
@@ -22,6 +23,7 @@ mod row_cache;
 mod tower;
 mod webp_tables;
 mod weights;
+mod work_limit;
 
 pub use config::{ImageLimits, VisionConfig};
 pub use image::{Image, PlacedImage, place_images, prefix_keys};
@@ -31,6 +33,7 @@ pub use resize::RgbImage;
 pub use tower::VisionTower;
 
 use crate::{checkpoint::index::Index, error::ModelError, model::config as model_config};
+use candle_core::Device;
 use moestro_base::{
     metrics::Metrics,
     platform::{
@@ -46,6 +49,7 @@ use std::{
     time::Instant,
 };
 use weights::TowerWeights;
+use work_limit::WorkLimit;
 
 /// Maximum size of the rows of recent images in bytes.
 const ROW_CACHE_BYTES: usize = 32 << 20;
@@ -74,7 +78,7 @@ pub fn open(dir: &Path, index: &Index, text_hidden: usize) -> Option<VisionTower
         let config = VisionConfig::new(&model_config::json(dir)?, text_hidden)?;
         weights.check(&config)?;
         let limits = ImageLimits::read(dir, &config)?;
-        Ok(Some(VisionTower { config, limits, weights }))
+        Ok(Some(VisionTower { config, limits, weights, work: WorkLimit::new(Device::Cpu) }))
     };
     open().unwrap_or_else(|error| {
         tracing::warn!(%error, "cannot use the vision tower; the model reads text only");
@@ -92,7 +96,10 @@ impl VisionTower {
     pub fn on_gpu(self, on_gpu: bool) -> Self {
         let device = if on_gpu { crate::model::open_candle_gpu() } else { None };
         match device {
-            Some(device) => Self { weights: self.weights.on_gpu(device), ..self },
+            Some(device) => {
+                let work = WorkLimit::new(device.clone());
+                Self { weights: self.weights.on_gpu(device), work, ..self }
+            }
             None => self,
         }
     }
@@ -103,13 +110,14 @@ impl VisionTower {
     }
 
     /// Number of bytes for the memory plan: the buffers for one image, the caches, and the weights if they stay on a
-    /// GPU.
+    /// GPU. On a GPU, Candle rounds the size of each result up to a power of two.
     pub fn bytes(&self, on_gpu: bool) -> u64 {
         // The cache always keeps the rows of the newest image, even if they exceed its limit.
         let rows = (4 * self.limits.max_tokens() * self.config.out_hidden).max(ROW_CACHE_BYTES);
         let caches = rows + processor::RECENT_BYTES;
-        let weights = if on_gpu { self.weights.bytes() } else { 0 };
-        Self::workspace(&self.config, self.limits.max_tokens()) + weights + caches as u64
+        let workspace = Self::workspace(&self.config, self.limits.max_tokens());
+        let on_device = if on_gpu { TowerWeights::gpu_bytes(&self.config) + workspace } else { 0 };
+        workspace + on_device + caches as u64
     }
 }
 
@@ -173,8 +181,55 @@ impl Vision {
     /// a running prompt has begun, because the tower would have to compute them again for the next chunk.
     pub fn release(&self) {
         self.tower.weights.release();
+        // Candle keeps the memory of dropped tensors until the next wait.
+        if let Err(error) = self.tower.work.wait() {
+            tracing::warn!(%error, "cannot wait for the GPU; it keeps the weights of the vision tower");
+        }
         self.processor.forget();
         let unfinished = self.unfinished.borrow().upgrade();
         self.cache.borrow_mut().retain_only(unfinished.map(|image| image.hash));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::checkpoint::names::vision_name;
+    use std::cell::Cell;
+
+    fn fixture(name: &str) -> (VisionTower, Index) {
+        let dir = format!("{}/../../tests/fixtures/vision/{name}", env!("CARGO_MANIFEST_DIR"));
+        let dir = Path::new(&dir);
+        let hidden = model_config::json(dir).unwrap()["text_config"]["hidden_size"].as_u64().unwrap();
+        let index = Index::open(dir).unwrap();
+        (open(dir, &index, hidden as usize).unwrap(), index)
+    }
+
+    #[test]
+    fn tower_waits_for_each_block() {
+        let (tower, _) = fixture("hf_bf16");
+        let pixels = RgbImage { height: 64, width: 96, data: vec![7; 64 * 96 * 3] };
+        let image = Image { height: 2, width: 3, pixels, ..Image::default() };
+        // A request can be cancelled after each block, because the device has computed it.
+        let called = Cell::new(0);
+        let keep_going = || {
+            assert_eq!(tower.work.most().1, called.get());
+            called.set(called.get() + 1);
+            true
+        };
+        tower.rows(&image, Some(&keep_going)).unwrap();
+        assert_eq!(called.get(), tower.config.depth);
+        assert!(matches!(tower.rows(&image, Some(&|| false)), Err(ModelError::GivenUp)));
+    }
+
+    /// A GPU computes with bf16 whatever the checkpoint has.
+    #[test]
+    fn plan_counts_the_blocks_as_bf16() {
+        let (tower, index) = fixture("hf_bf16");
+        let is_in_block = |name: &str| name.contains(".blocks.") && vision_name(name).is_some();
+        let blocks = index.tensors.iter().filter(|(name, _)| is_in_block(name));
+        let bytes: u64 = blocks.map(|(_, entry)| entry.shape.iter().product::<usize>() as u64 * 2).sum();
+        assert_eq!(TowerWeights::gpu_bytes(&tower.config), bytes);
+        assert!(tower.bytes(true) > tower.bytes(false) + bytes);
     }
 }

@@ -16,6 +16,7 @@ use super::{
     image::Image,
     patches::{block_order, patches},
     weights::{Block, TowerWeights},
+    work_limit::WorkLimit,
 };
 use crate::error::ModelError;
 use candle_core::{DType, Device, IndexOp, Result as CandleResult, Tensor};
@@ -24,6 +25,8 @@ use moestro_base::platform::os::KeepFreedMemory;
 
 /// Maximum number of rows that an MLP computes at once.
 const MLP_ROWS: usize = 1024;
+/// Maximum number of rows for which a GPU computes attention at once.
+const FUSED_ROWS: usize = 1024;
 /// Maximum number of attention scores of one head that are computed at once.
 const SCORES: usize = 4 << 20;
 /// Head dimensions for which Candle's Metal backend has fused attention.
@@ -33,16 +36,18 @@ pub struct VisionTower {
     pub config: VisionConfig,
     pub limits: ImageLimits,
     pub weights: TowerWeights,
+    pub work: WorkLimit,
 }
 
 impl VisionTower {
-    /// Computes the rows `[tokens, out_hidden]` of an image. Calls `keep_going` before each block.
+    /// Computes the rows `[tokens, out_hidden]` of an image. Calls `keep_going` before each block, when the device has
+    /// computed the blocks before it.
     ///
     /// # Errors
     /// Fails with [`ModelError::GivenUp`] if `keep_going` returns false. Also fails if weights cannot be read, or if
     /// the device fails.
     pub fn rows(&self, image: &Image, keep_going: Option<&dyn Fn() -> bool>) -> Result<Vec<f32>, ModelError> {
-        let Self { config, limits, weights } = self;
+        let Self { config, limits, weights, work } = self;
         // Candle allocates the result of each operation. Page faults of new memory took a fifth of the CPU time.
         let _kept = weights.device.is_cpu().then(KeepFreedMemory::begin);
         let pixels = &image.pixels;
@@ -61,7 +66,8 @@ impl VisionTower {
             }
             let block = weights.block(index, config)?;
             x = (&x + self.attention(&block, &block.norm1.forward(&x)?, (&cos, &sin))?)?;
-            x = (&x + mlp(&block, &block.norm2.forward(&x)?)?)?;
+            x = (&x + self.mlp(&block, &block.norm2.forward(&x)?)?)?;
+            work.wait()?;
         }
 
         let wide = hidden * config.merge.pow(2);
@@ -129,6 +135,7 @@ impl VisionTower {
         let dim = self.config.head_dim();
         let (count, hidden) = x.dims2()?;
         let scale = (dim as f64).powf(-0.5);
+        self.work.add(product(count, 3 * hidden, hidden))?;
         // `[3 heads, patches, dim]`: all q, all k, all v.
         let qkv = linear(&block.qkv, x)?.reshape((count, 3 * heads, dim))?.transpose(0, 1)?;
         let qk = rope(&qkv.narrow(0, 0, 2 * heads)?.contiguous()?.unsqueeze(0)?.to_dtype(DType::F32)?, cos, sin)?;
@@ -137,8 +144,10 @@ impl VisionTower {
             let q = qk.narrow(1, 0, heads)?.contiguous()?;
             let k = qk.narrow(1, heads, heads)?.contiguous()?;
             let v = qkv.narrow(0, 2 * heads, heads)?.contiguous()?.unsqueeze(0)?;
-            let y = sdpa(&q, &k, &v, None, false, scale as f32, 1.0)?;
-            y.squeeze(0)?.transpose(0, 1)?.reshape((count, hidden))?
+            in_slices(&q, |q| {
+                self.work.add(2.0 * product(q.dim(2)?, count, hidden))?;
+                sdpa(q, &k, &v, None, false, scale as f32, 1.0)
+            })?
         } else {
             let mut outputs = Vec::with_capacity(heads);
             for head in 0..heads {
@@ -150,8 +159,34 @@ impl VisionTower {
             }
             Tensor::cat(&outputs, 1)?
         };
+        self.work.add(product(count, hidden, hidden))?;
         Ok(linear(&block.proj, &y)?)
     }
+
+    /// `fc2(gelu(fc1(x)))`, with the tanh form of gelu.
+    fn mlp(&self, block: &Block, x: &Tensor) -> CandleResult<Tensor> {
+        by_rows(x, MLP_ROWS, |x| {
+            self.work.add(2.0 * product(x.dim(0)?, self.config.intermediate, self.config.hidden))?;
+            linear(&block.fc2, &gelu(linear(&block.fc1, x)?)?)
+        })
+    }
+}
+
+/// Number of floating-point operations of a matrix product.
+fn product(rows: usize, columns: usize, inner: usize) -> f64 {
+    2.0 * rows as f64 * columns as f64 * inner as f64
+}
+
+/// Applies `attend` to slices of `q` `[1, heads, rows, dim]`. Returns `[rows, heads * dim]`. The slices have about the
+/// same number of rows, at most [`FUSED_ROWS`], because Candle computes a few rows with another kernel.
+fn in_slices(q: &Tensor, attend: impl Fn(&Tensor) -> CandleResult<Tensor>) -> CandleResult<Tensor> {
+    let (_, heads, count, dim) = q.dims4()?;
+    let rows = count.div_ceil(count.div_ceil(FUSED_ROWS).max(1)).max(1);
+    let slices = (0..count).step_by(rows).map(|first| {
+        let slice = q.narrow(2, first, rows.min(count - first))?.contiguous()?;
+        attend(&slice)?.squeeze(0)?.transpose(0, 1)?.reshape(((), heads * dim))
+    });
+    Tensor::cat(&slices.collect::<CandleResult<Vec<_>>>()?, 0)
 }
 
 /// Number of rows and columns of patches in an image.
@@ -161,14 +196,50 @@ struct Grid {
     columns: usize,
 }
 
-/// `fc2(gelu(fc1(x)))`, with the tanh form of gelu.
-fn mlp(block: &Block, x: &Tensor) -> CandleResult<Tensor> {
-    by_rows(x, MLP_ROWS, |x| linear(&block.fc2, &gelu(linear(&block.fc1, x)?)?))
-}
-
 /// Applies `compute` to blocks of rows.
 fn by_rows(x: &Tensor, rows: usize, compute: impl Fn(&Tensor) -> CandleResult<Tensor>) -> CandleResult<Tensor> {
     let count = x.dim(0)?;
     let blocks = (0..count).step_by(rows).map(|first| compute(&x.narrow(0, first, rows.min(count - first))?));
     Tensor::cat(&blocks.collect::<CandleResult<Vec<_>>>()?, 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{super::work_limit::MAX_WORK, *};
+
+    #[test]
+    fn attention_in_slices_equals_attention() {
+        let count = 2 * FUSED_ROWS + 4;
+        let (heads, dim) = (2, 4);
+        let values = |seed: usize| (0..heads * count * dim).map(move |at| ((at * 7 + seed) % 13) as f32 / 13.0);
+        let tensor = |seed| Tensor::from_vec(values(seed).collect(), (1, heads, count, dim), &Device::Cpu).unwrap();
+        let [q, k, v] = [1, 2, 3].map(tensor);
+        let rows = std::cell::RefCell::new(Vec::new());
+        let attend = |q: &Tensor| {
+            rows.borrow_mut().push(q.dim(2)?);
+            candle_nn::ops::softmax_last_dim(&q.matmul(&k.t()?)?)?.matmul(&v)
+        };
+        let whole = attend(&q).unwrap().squeeze(0).unwrap().transpose(0, 1).unwrap();
+        let whole = whole.reshape((count, heads * dim)).unwrap().to_vec2::<f32>().unwrap();
+        rows.borrow_mut().clear();
+        let found = in_slices(&q, attend).unwrap().to_vec2::<f32>().unwrap();
+        let largest =
+            found.iter().flatten().zip(whole.iter().flatten()).fold(0f32, |max, (a, b)| max.max((a - b).abs()));
+        assert!(largest < 1e-6, "{largest}");
+        assert_eq!(*rows.borrow(), [684, 684, 684]);
+    }
+
+    /// The real towers have 1,152 columns. A GPU's largest image has 2,048 tokens of four patches.
+    #[test]
+    fn largest_operation_is_bounded() {
+        let (patches, hidden, intermediate) = (4 * 2048, 1152, 4304);
+        let attention = 2.0 * product(FUSED_ROWS, patches, hidden);
+        let qkv = product(patches, 3 * hidden, hidden);
+        let mlp = 2.0 * product(MLP_ROWS, intermediate, hidden);
+        for work in [attention, qkv, mlp] {
+            assert!(work < MAX_WORK, "{work:.1e}");
+        }
+        // Without slices, attention would exceed it.
+        assert!(2.0 * product(patches, patches, hidden) > MAX_WORK);
+    }
 }

@@ -93,13 +93,16 @@ impl TowerWeights {
         self.from.finish()
     }
 
-    /// Number of bytes of the tower in the checkpoint.
-    pub fn bytes(&self) -> u64 {
-        let parts = self.from.index.tensors.iter().filter(|(name, _)| vision_name(name).is_some());
-        parts.map(|(_, entry)| entry.len as u64).sum()
+    /// Number of bytes of the blocks that stay on a GPU. They are bf16 whatever the checkpoint's format.
+    pub fn gpu_bytes(config: &VisionConfig) -> u64 {
+        let VisionConfig { hidden, intermediate, .. } = *config;
+        let linear = |rows: usize, cols: usize| rows * cols + rows;
+        let attention = linear(3 * hidden, hidden) + linear(hidden, hidden);
+        let mlp = linear(intermediate, hidden) + linear(hidden, intermediate);
+        (config.depth * 2 * (attention + mlp + 4 * hidden)) as u64
     }
 
-    /// Frees the blocks in the GPU's memory.
+    /// Drops the blocks in the GPU's memory.
     pub fn release(&self) {
         self.kept.borrow_mut().clear();
     }
