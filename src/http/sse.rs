@@ -102,7 +102,7 @@ pub fn respond<F: Future<Output = ()> + Send + 'static>(
     };
     let headers = [
         (header::CONTENT_TYPE, HeaderValue::from_static(content_type)),
-        // `no-transform` prevents proxies from compressing the stream, because Caddy collects the frames for that.
+        // `no-transform` asks proxies not to compress the stream, because that delays frames.
         (header::CACHE_CONTROL, HeaderValue::from_static("no-cache, no-transform")),
         // Prevents nginx from buffering the frames.
         (header::HeaderName::from_static("x-accel-buffering"), HeaderValue::from_static("no")),

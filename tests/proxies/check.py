@@ -65,9 +65,9 @@ def cancelled(server):
 
 
 def begin_stream(proxy, body):
-    """A connection whose response has begun. The client accepts compression, as browsers and SDKs do."""
+    """A connection whose response has begun. The client accepts compression."""
     connection = http.client.HTTPConnection("127.0.0.1", proxy, timeout=60)
-    headers = {"host": NAME, "content-type": "application/json", "accept-encoding": "gzip, deflate, br"}
+    headers = {"host": NAME, "content-type": "application/json", "accept-encoding": "gzip"}
     connection.request("POST", "/v1/chat/completions", body, headers)
     response = connection.getresponse()
     assert response.status == 200, (response.status, response.read())
@@ -93,6 +93,11 @@ def check(name, proxy, server):
     connection.close()
     early = (times[-1] - times[0]) / (times[-1] - started)
     assert len(times) > 3 and early > 0.3, f"{len(times)} events, spread over {early:.2f} of the time"
+
+    # Caddy compresses a stream only if its first bytes are long enough, so a common stream is tried, too.
+    connection, response = begin_stream(proxy, chat("Tell me a story.", max_tokens=120, stream=True))
+    assert response.read().endswith(b"data: [DONE]\n\n")
+    connection.close()
 
     # The server, not the proxy, decides how large a body may be.
     for mebibytes, expected in (30, 200), (33, 413):
