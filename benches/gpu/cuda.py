@@ -33,7 +33,7 @@ def compile(name, out):
 
 def file_of(kernel):
     """The file that defines a kernel."""
-    files = {"rms_norm": "norm", "gated_rms_norm": "norm", "rows_to_half": "norm", "swiglu": "moe", "embed": "embedding"}
+    files = {"rms_norm": "norm", "gated_rms_norm": "norm", "rows_to_half": "norm", "swiglu": "moe", "split_rows": "linear", "embed": "embedding"}
     files |= {"dequantize": "embedding", "causal_conv": "delta_net"}
     if kernel.endswith(("_q8", "_q4", "_quant")):
         return "kv_quant"

@@ -23,6 +23,8 @@ typedef unsigned long long ulong;
 #define THREAD_IDS
 #define SHARED(T, name, count) __shared__ T name[count]
 #define KERNEL(name, ...) extern "C" __global__ void name(__VA_ARGS__)
+// Up to 128 registers for each of up to 256 threads, instead of the limit of the file.
+#define WIDE_KERNEL(name, ...) extern "C" __global__ void __launch_bounds__(256, 2) name(__VA_ARGS__)
 #define tgid blockIdx
 #define tid threadIdx.x
 #define lane (threadIdx.x % 32u)
@@ -36,6 +38,8 @@ typedef unsigned long long ulong;
 #define AWAIT() ((void)0)
 #endif
 #define PREFETCH(p, bytes) prefetch(p, bytes)
+#define PREFETCH_LINE(p) prefetch_line(p)
+#define STREAM(p) stream(p)
 #define PEEK(p) peek(p)
 // A GPU converts integers to floats at a lower rate than it adds floats. Instead, the bits of q become the low bits
 // of the float 2^23 + q, and subtracting 2^23 is exact.
@@ -54,6 +58,18 @@ template <class To, class From> FN To as_type(From from) {
 FN void prefetch(const void* p, uint bytes) {
   for (uint at = lane * 128u; at < bytes; at += 4096u)
     asm volatile("prefetch.global.L2 [%0];" ::"l"((const uchar*)p + at));
+}
+FN void prefetch_line(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+FN uint2 stream(const uint2* p) {
+  uint2 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+  return v;
+}
+FN uint4 stream(const uint4* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
 }
 FN uint peek(const uint* p) {
   uint value;
@@ -92,6 +108,15 @@ struct SumTile { float v[8]; };
 #define TILE_FMA_TOP(sum, a, b) tile_fma(sum, a, b)
 #define TILE_STORE(sum, p, pitch) tile_store(sum, p, pitch)
 
+// One step of a 16x8 product: four sums, four words of the left factor and two of the right factor per lane.
+#define QUAD_FMA(c, a0, a1, a2, a3, b0, b1) quad_fma(c, a0, a1, a2, a3, b0, b1)
+
+FN void quad_fma(float* c, uint a0, uint a1, uint a2, uint a3, uint b0, uint b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, "
+               "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
 FN uint half2_bits(float x, float y) {
   uint bits;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(y), "f"(x));

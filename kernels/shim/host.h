@@ -55,12 +55,15 @@ template <class To, class From> To as_type(From from) {
   static void name(__VA_ARGS__);                                            \
   static const bool host_##name = host::add(#name, host::callable(&name)); \
   static void name(__VA_ARGS__)
+#define WIDE_KERNEL(name, ...) KERNEL(name, __VA_ARGS__)
 #define tgid (host::group->id)
 #define tid (host::group->now)
 #define lane (host::group->now % 32u)
 #define sg (host::group->now / 32u)
 #define AWAIT() (host::now().awaited = true)
 #define PREFETCH(p, bytes) host::touch(p, bytes)
+#define PREFETCH_LINE(p) host::touch(p, 1)
+#define STREAM(p) (*(p))
 #define PEEK(p) (*(p))
 #define MASKED(q, mask) float((q) & (mask))
 #define BARRIER() host::meet(host::Whole, __LINE__, 0)
@@ -79,12 +82,16 @@ template <class To, class From> To as_type(From from) {
 #define TILE_FMA(sum, a, b) host::tile_fma(sum, a, b)
 #define TILE_FMA_TOP(sum, a, b) host::tile_fma_top(sum, a, b)
 #define TILE_STORE(sum, p, pitch) host::tile_store(sum, p, pitch)
+#define QUAD_FMA(c, a0, a1, a2, a3, b0, b1) host::quad_fma(__LINE__, c, {a0, a1, a2, a3}, {b0, b1})
 
 namespace host {
 
-enum State { Ready, Whole, Sum, Max, Min, Done };
+enum State { Ready, Whole, Sum, Max, Min, Quad, Done };
+// A lane's part of a 16x8 product.
+struct QuadStep { uint a[4], b[2]; float* sums; };
 struct Thread {
   Fiber fiber;
+  QuadStep quad;
   State state = Ready;
   int site = 0;
   uint operand = 0;
@@ -153,9 +160,45 @@ template <class T, class F> uint fold(const Thread* t, F two) {
   return as_type<uint>(v[0]);
 }
 
+// The float value of each of the 65,536 f16 bit patterns. A table, because a forward pass converts many f16 values.
+inline float half_value(uint bits) {
+  const uint e = bits >> 10 & 31u, f = bits & 1023u;
+  const float v = e == 0 ? float(f) * as_type<float>(0x33800000u)
+                         : as_type<float>((e == 31 ? 255u : e + 112u) << 23 | f << 13);
+  return bits & 0x8000u ? -v : v;
+}
+inline const std::vector<float> halves = [] {
+  std::vector<float> all(65536);
+  for (uint bits = 0; bits < 65536; bits++) all[bits] = half_value(bits);
+  return all;
+}();
+// Multiplications on matrix units since the last launch began.
+inline ulong products = 0;
+
+// Adds the 16x8 product of the 32 lanes from `t` to their sums, in the layout of NVIDIA GPUs: a lane has rows lane / 4
+// and lane / 4 + 8 of the left factor, column lane / 4 of the right factor, and two adjacent columns of the sums.
+inline void quad_step(Thread* t) {
+  float left[16][16], right[8][16];
+  for (uint l = 0; l < 32; l++)
+    for (uint half = 0; half < 2; half++) {
+      const uint k = l % 4 * 2 + half, shift = 16 * half;
+      for (uint i = 0; i < 4; i++) left[l / 4 + i % 2 * 8][k + i / 2 * 8] = halves[t[l].quad.a[i] >> shift & 0xffffu];
+      for (uint i = 0; i < 2; i++) right[l / 4][k + i * 8] = halves[t[l].quad.b[i] >> shift & 0xffffu];
+    }
+  for (uint l = 0; l < 32; l++)
+    for (uint i = 0; i < 4; i++)
+      for (uint k = 0; k < 16; k++) t[l].quad.sums[i] += left[l / 4 + i / 2 * 8][k] * right[l % 4 * 2 + i % 2][k];
+  products += 2048;
+}
+inline void quad_fma(int site, float* sums, const uint (&a)[4], const uint (&b)[2]) {
+  now().quad = {{a[0], a[1], a[2], a[3]}, {b[0], b[1]}, sums};
+  meet(Quad, site, 0);
+}
+
 // Computes the reduction that the 32 threads from `first` wait for, and releases them. Sums are added pairwise.
 inline void release_simd(uint first) {
   Thread* t = &group->threads[first];
+  if (t->state == Quad) quad_step(t);
   const uint found = t->state == Sum   ? fold<float>(t, [](float a, float b) { return a + b; })
                      : t->state == Max ? fold<float>(t, [](float a, float b) { return max(a, b); })
                                        : fold<uint>(t, [](uint a, uint b) { return min(a, b); });
@@ -214,18 +257,6 @@ inline void dispatch(uint3 grid, uint count, bool backwards, const std::function
 // Tiles. A lane holds eight of the 256 sums, as on NVIDIA GPUs, and a copy of a whole half tile.
 struct HalfTile { uint rows[16][8]; bool turned; };
 struct SumTile { float v[8]; };
-inline float half_value(uint bits) {
-  const uint e = bits >> 10 & 31u, f = bits & 1023u;
-  const float v = e == 0 ? float(f) * as_type<float>(0x33800000u)
-                         : as_type<float>((e == 31 ? 255u : e + 112u) << 23 | f << 13);
-  return bits & 0x8000u ? -v : v;
-}
-// The float value of each of the 65,536 f16 bit patterns. A table, because a forward pass converts many f16 values.
-inline const std::vector<float> halves = [] {
-  std::vector<float> all(65536);
-  for (uint bits = 0; bits < 65536; bits++) all[bits] = half_value(bits);
-  return all;
-}();
 inline void half_row(const HalfTile& tile, uint row, float* to) {
   const float* values = halves.data();
   if (tile.turned) {
@@ -246,8 +277,6 @@ inline void tile_load(HalfTile& tile, const uint* p, uint pitch, bool turned = f
   for (uint row = 0; row < 16; row++) std::copy_n(p + row * pitch, 8, tile.rows[row]);
   tile.turned = turned;
 }
-// Multiplications on matrix units since the last launch began.
-inline ulong products = 0;
 inline void tile_fma(SumTile& sum, const HalfTile& a, const HalfTile& b) {
   float rows[2][16], columns[4][16];
   for (uint i = 0; i < 2; i++) half_row(a, tile_row(2 * i), rows[i]);

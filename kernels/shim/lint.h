@@ -28,8 +28,11 @@ typedef __attribute__((ext_vector_type(4))) float float4;
 #define KERNEL(name, ...)                                       \
   void name(__VA_ARGS__, uint3 tgid, uint tid, uint lane, uint sg); \
   void name(__VA_ARGS__, uint3 tgid, uint tid, uint lane, uint sg)
+#define WIDE_KERNEL(name, ...) KERNEL(name, __VA_ARGS__)
 #define AWAIT() ((void)0)
 #define PREFETCH(p, bytes) ((void)(p), (void)(bytes))
+#define PREFETCH_LINE(p) ((void)(p))
+#define STREAM(p) (*(p))
 #define PEEK(p) (*(p))
 #define MASKED(q, mask) float((q) & (mask))
 #define BARRIER() lint_barrier()

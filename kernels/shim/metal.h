@@ -26,8 +26,11 @@ using namespace metal;
                    uint lane [[thread_index_in_simdgroup]],     \
                    uint sg [[simdgroup_index_in_threadgroup]])
 // On CUDA, AWAIT waits for earlier launches. On Metal, barriers between launches already provide the order.
+#define WIDE_KERNEL(name, ...) KERNEL(name, __VA_ARGS__)
 #define AWAIT() ((void)0)
 #define PREFETCH(p, bytes) ((void)(p), (void)(bytes))
+#define PREFETCH_LINE(p) ((void)(p))
+#define STREAM(p) (*(p))
 #define PEEK(p) (*(p))
 #define MASKED(q, mask) float((q) & (mask))
 #define BARRIER() threadgroup_barrier(mem_flags::mem_threadgroup)

@@ -381,6 +381,10 @@ impl Driver for Double {
         self.0.borrow().control.lock().unwrap().halves
     }
 
+    fn min_tiled_weights(&self) -> Option<usize> {
+        self.has_matrix_units().then_some(0)
+    }
+
     fn has_own_memory(&self) -> bool {
         self.0.borrow().control.lock().unwrap().own_memory
     }

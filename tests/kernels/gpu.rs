@@ -172,6 +172,10 @@ impl Driver for HostGpu {
         self.halves
     }
 
+    fn min_tiled_weights(&self) -> Option<usize> {
+        self.halves.then_some(0)
+    }
+
     fn has_own_memory(&self) -> bool {
         true
     }

@@ -4,8 +4,8 @@ use crate::{check::*, gpu::HostGpu, host::Host};
 use moestro_compute::device::{CpuArithmetic, CpuDevice, Region};
 use moestro_compute::ops::{
     Attention, AttentionShape, Backend, Conv, Cpu, Decay, DeltaNet, DeltaRule, DeltaShape, Embedding, Float,
-    GpuBackend, KvCache, KvFormat, KvWrite, Linear, Norm, OutputGate, QkNormRope, Replay, Weight, WeightFormat,
-    attention::PAGE, embedding::dequantize, norm::rms_norm,
+    GpuBackend, KvCache, KvFormat, KvWrite, Linear, Norm, OutputGate, QkNormRope, Replay, RowTiles, Weight,
+    WeightFormat, attention::PAGE, embedding::dequantize, norm::rms_norm,
 };
 
 #[test]
@@ -178,17 +178,20 @@ fn delta_case(op: DeltaShape, chunks: &[&[usize]]) {
 /// for single rows, for several rows, and after speculative rows.
 #[test]
 fn fused_delta_layer_equals_separate_launches() {
-    let shape = &DeltaShape {
-        key_heads: 2,
-        value_heads: 4,
-        key_dim: 64,
-        value_dim: 48,
-        conv_width: 4,
-        eps: 1e-6,
-        gate: Default::default(),
-    };
-    let (hidden, channels, values, heads) = (128, shape.channels(), shape.values(), shape.value_heads);
-    for codes in [AFFINE4, AFFINE8, WeightFormat::Affine { bits: 3, group: 32, scale: Float::F16 }] {
+    let few_bits = WeightFormat::Affine { bits: 3, group: 32, scale: Float::F16 };
+    // Matrix units need rows that are multiples of 128.
+    for (codes, value_dim) in [(AFFINE4, 48), (AFFINE8, 48), (few_bits, 48), (AFFINE4, 32), (AFFINE8, 32)] {
+        let is_tiled = value_dim == 32;
+        let shape = &DeltaShape {
+            key_heads: 2,
+            value_heads: 4,
+            key_dim: 64,
+            value_dim,
+            conv_width: 4,
+            eps: 1e-6,
+            gate: Default::default(),
+        };
+        let (hidden, channels, values, heads) = (128, shape.channels(), shape.values(), shape.value_heads);
         let mut found: Vec<Vec<Vec<u8>>> = Vec::new();
         for (apart, cuts) in [(true, &[2, 1, 1, 5][..]), (false, &[2, 1, 1, 5]), (false, &[2, 2, 4, 1])] {
             let (mut host, mut random) = (Host::start(), Random(9));
@@ -237,9 +240,10 @@ fn fused_delta_layer_equals_separate_launches() {
                     },
                     out_proj: Linear { x: y, tokens, norm: None, matrices: &last, y: h, add: true },
                 };
-                let launches = if apart { net.apart() } else { net.launches() };
+                let tiles = is_tiled.then(|| RowTiles { min_weights: 0, buffer: host.empty(net.split_words(0) * 4) });
+                let launches = if apart { net.apart(tiles) } else { net.launches(tiles) };
                 if !apart && tokens == 1 {
-                    assert_eq!(launches.len(), 3);
+                    assert_eq!(launches.len(), if is_tiled { 5 } else { 3 });
                 }
                 launches.iter().for_each(|launch| host.run(launch));
                 replay = if index == 0 { Replay { rows: tokens, proj, mixed } } else { Replay::default() };

@@ -1,8 +1,9 @@
 use crate::{check::*, host::Host};
 use moestro_compute::{
-    device::Launch,
-    ops::{Float, Linear, Norm, WeightFormat},
+    device::{Launch, Region},
+    ops::{Float, Linear, Mlp, Norm, RowTiles, WeightFormat, experts::swiglu},
 };
+use std::ops::Range;
 
 /// Runs `matrices` on `tokens` random rows and compares with plain loops. If `norm`, the rows are normalised first. If
 /// `add`, the products are added to y.
@@ -121,4 +122,137 @@ fn gemv_rows_are_independent() {
             assert_eq!(host.read(alone), together[t * 160..(t + 1) * 160], "row {t} of {codes:?}, {kernel}");
         }
     }
+}
+
+/// A linear layer in the memory of the kernel program, with one value of each row 10,000 times the others.
+struct TiledCase {
+    host: Host,
+    samples: Vec<Sample>,
+    x: Vec<f32>,
+    x_at: Region,
+    cols: usize,
+    norm: Option<Norm>,
+    add: bool,
+}
+
+impl TiledCase {
+    fn new(shapes: &[(WeightFormat, usize)], cols: usize, tokens: usize, norm: bool, add: bool) -> Self {
+        let (mut host, mut random) = (Host::start(), Random((cols * 7 + tokens) as u64));
+        let samples = shapes.iter().map(|&(codes, rows)| matrix(&mut host, &mut random, codes, rows, cols)).collect();
+        let mut x = random.normals(tokens * cols);
+        for row in x.chunks_mut(cols) {
+            row[random.below(cols)] *= 10_000.0;
+        }
+        let x_at = host.floats(&x);
+        let weight = host.floats(&random.normals(cols));
+        let norm = norm.then_some(Norm { weight, eps: 1e-6, keep: None });
+        Self { host, samples, x, x_at, cols, norm, add }
+    }
+
+    /// The products of some rows, which are added to ones if the case adds.
+    fn run(&mut self, rows: Range<usize>) -> Vec<f32> {
+        let matrices: Vec<_> = self.samples.iter().map(|sample| sample.matrix).collect();
+        let width: usize = matrices.iter().map(|matrix| matrix.rows).sum();
+        let tokens = rows.len();
+        let y = self.host.floats(&vec![1.0; tokens * width]);
+        let x = self.x_at.rows(rows.start, tokens, self.cols);
+        let op = Linear { x, tokens, norm: self.norm, matrices: &matrices, y, add: self.add };
+        let buffer = self.host.empty(op.split_words(0) * 4);
+        let launches = op.launches(Some(RowTiles { min_weights: 0, buffer }));
+        assert_eq!(launches.len(), 2, "these rows are not multiplied on matrix units");
+        launches.iter().for_each(|launch| self.host.run(launch));
+        self.host.read_floats(y)
+    }
+}
+
+#[test]
+fn tiled_rows_are_exact() {
+    let several = [(AFFINE8, 32), (AFFINE4, 17), (AFFINE4, 16), (AFFINE8, 1)];
+    for (shapes, cols, tokens, norm, add) in [
+        (&[(AFFINE4, 40)][..], 128, 1, false, false),
+        (&[(AFFINE4, 21)], 5120, 3, false, true),
+        (&[(AFFINE8, 21)], 2176, 4, true, false),
+        (&[(AFFINE4, 64), (AFFINE4, 33)], 1152, 8, true, false),
+        (&several, 2048, 7, true, true),
+        (&several, 640, 16, false, false),
+        (&[(AFFINE4, 8200)], 128, 21, false, true),
+    ] {
+        let mut case = TiledCase::new(shapes, cols, tokens, norm, add);
+        let found = case.run(0..tokens);
+        let mut rows = wide(&case.x);
+        if let Some(norm) = case.norm {
+            let weight = wide(&case.host.read_floats(norm.weight));
+            rows = rows.chunks(cols).flat_map(|row| rms(row, &weight, 1e-6)).collect();
+        }
+        let width = found.len() / tokens;
+        for (row, found) in rows.chunks(cols).zip(found.chunks(width)) {
+            let products = case.samples.iter().flat_map(|sample| product(row, &sample.values, cols));
+            let expected: Vec<f64> = products.map(|value| value + if add { 1.0 } else { 0.0 }).collect();
+            let off = difference(found, &expected);
+            assert!(off <= 2e-6, "{shapes:?} x {cols}, {tokens} rows: {off:.1e}");
+        }
+    }
+}
+
+#[test]
+fn tiled_rows_ignore_their_neighbours() {
+    for (shapes, cols) in [(&[(AFFINE4, 40), (AFFINE8, 9)][..], 640), (&[(AFFINE4, 20)], 2176)] {
+        let mut case = TiledCase::new(shapes, cols, 21, true, true);
+        // Rows with NaN and infinity among the others.
+        case.x[5 * cols + 3] = f32::NAN;
+        case.x[6 * cols + 70] = f32::INFINITY;
+        case.x[17 * cols] = -f32::INFINITY;
+        case.x_at = case.host.floats(&case.x.clone());
+        let bits = |rows: Vec<f32>| rows.into_iter().map(f32::to_bits).collect::<Vec<_>>();
+        let alone: Vec<Vec<u32>> = (0..21).map(|row| bits(case.run(row..row + 1))).collect();
+        let mut random = Random(3);
+        for count in 1..=21 {
+            let first = random.below(22 - count);
+            let together = bits(case.run(first..first + count));
+            for (row, (found, expected)) in together.chunks(together.len() / count).zip(&alone[first..]).enumerate() {
+                assert!(found == expected, "row {row} of {count} from {first}");
+            }
+        }
+        for row in (0..21).filter(|row| ![5, 6, 17].contains(row)) {
+            assert!(alone[row].iter().all(|bits| f32::from_bits(*bits).is_finite()), "row {row}");
+        }
+    }
+}
+
+#[test]
+fn tiled_values_of_any_size_are_exact() {
+    for exponent in [-120, -40, 0, 40, 110] {
+        let mut case = TiledCase::new(&[(AFFINE4, 16)], 256, 2, false, false);
+        case.x.iter_mut().for_each(|value| *value *= 2f32.powi(exponent));
+        case.x_at = case.host.floats(&case.x.clone());
+        let found = case.run(0..2);
+        let expected = product(&wide(&case.x), &case.samples[0].values, 256);
+        let off = difference(&found, &expected);
+        assert!(off <= 2e-6, "2^{exponent}: {off:.1e}");
+    }
+}
+
+#[test]
+fn tiled_feed_forward_equals_its_steps() {
+    let (mut host, mut random) = (Host::start(), Random(11));
+    let (hidden, inner, tokens) = (128, 256, 3);
+    let mut weight = |rows, cols| matrix(&mut host, &mut random, AFFINE4, rows, cols).matrix;
+    let gate_up = &[weight(inner, hidden), weight(inner, hidden)];
+    let down = &weight(hidden, inner);
+    let values = random.normals(tokens * hidden);
+    let norm = Norm { weight: host.floats(&random.normals(hidden)), eps: 1e-6, keep: None };
+    let [scores, act] = [2, 1].map(|parts| host.empty(tokens * parts * inner * 4));
+    let [fused, steps] = [0, 1].map(|_| host.floats(&values));
+    let op = Mlp { tokens, norm, gate_up, down, scores, act, h: fused };
+    let buffer = host.empty(op.split_words(0) * 4);
+    let tiles = Some(RowTiles { min_weights: 0, buffer });
+    let launches = op.launches(tiles);
+    assert_eq!(launches.len(), 4);
+    launches.iter().for_each(|launch| host.run(launch));
+    let linear = |x, norm, matrices, y, add| Linear { x, tokens, norm, matrices, y, add }.launches(tiles);
+    let mut launches = linear(steps, Some(norm), &gate_up[..], scores, false);
+    launches.push(swiglu(tokens, inner, scores, 2 * inner, 0, act));
+    launches.extend(linear(act, None, std::slice::from_ref(down), steps, true));
+    launches.iter().for_each(|launch| host.run(launch));
+    assert!(host.read(fused) == host.read(steps));
 }

@@ -67,11 +67,16 @@ fn other_kernels_agree_without_tiles() {
         "attention_prefill_i16",
         "gemm",
         "gemm_any",
+        "gemv_tiles_16",
+        "gemv_tiles_4",
+        "gemv_tiles_8",
+        "gemv_tiles_conv",
         "moe_down_gemm",
         "moe_down_gemm_any",
         "moe_gate_up_gemm",
         "moe_gate_up_gemm_any",
         "rows_to_half",
+        "split_rows",
     ];
     assert_eq!(missing, expected);
 }

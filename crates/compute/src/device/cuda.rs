@@ -185,6 +185,11 @@ impl Driver for Cuda {
         true
     }
 
+    /// For smaller products, the launch that splits the rows costs as much as matrix units save.
+    fn min_tiled_weights(&self) -> Option<usize> {
+        Some(28 << 20)
+    }
+
     fn can_recover(&self) -> bool {
         false
     }

@@ -72,6 +72,12 @@ pub trait Driver: Send + 'static {
         false
     }
 
+    /// Minimum number of weights of a product whose decoded rows are multiplied on matrix units. `None` if matrix units
+    /// are not faster than vector units for such products.
+    fn min_tiled_weights(&self) -> Option<usize> {
+        None
+    }
+
     /// Encodes a copy of adopted bytes to the GPU. The copy runs after all earlier launches and before all later
     /// launches, without a barrier. The caller must not change the bytes until the copy is complete.
     fn upload(&mut self, _encoder: &mut Self::Encoder, _region: Region) -> Result<(), DeviceError> {

@@ -22,11 +22,13 @@ pub enum ReservedBuffer {
     MtpMatrices,
     MtpVectors,
     MtpExpertTable,
+    /// Decoded rows, split into halves for matrix units.
+    SplitRows,
 }
 
 impl ReservedBuffer {
     /// Number of reserved buffers.
-    pub const COUNT: usize = Self::MtpExpertTable as usize + 1;
+    pub const COUNT: usize = Self::SplitRows as usize + 1;
 
     pub const fn number(self) -> u32 {
         self as u32

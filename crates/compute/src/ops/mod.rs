@@ -55,7 +55,7 @@ pub use experts::{
     SharedExpert,
 };
 pub use gpu::{GpuBackend, limits as gpu_limits};
-pub use linear::{HalfBuffers, Linear, Norm};
+pub use linear::{HalfBuffers, Linear, Norm, RowSource, RowTiles};
 pub use mlp::Mlp;
 pub use ngram::{InjectShape, InjectWeights, NgramInject};
 pub use op::{ModelPart, Op};

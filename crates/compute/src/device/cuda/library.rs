@@ -292,7 +292,7 @@ mod tests {
     }
 
     /// Kernels that decoding and drafts use with 4-bit and 8-bit weights.
-    const DECODE_KERNELS: [&str; 11] = [
+    const DECODE_KERNELS: [&str; 16] = [
         "gemv_1",
         "gemv_2",
         "gemv_norm_1",
@@ -300,6 +300,11 @@ mod tests {
         "gemv_head_norm_1",
         "gemv_head_norm_2",
         "gemv_conv",
+        "split_rows",
+        "gemv_tiles_4",
+        "gemv_tiles_8",
+        "gemv_tiles_16",
+        "gemv_tiles_conv",
         "moe_gate_up",
         "moe_down",
         "moe_gate_up_grouped",

@@ -3,7 +3,11 @@
 use super::{DeltaNet, DeltaNetRows, DeltaRule};
 use crate::{
     device::{Binding, Launch, Region, SkipUse},
-    ops::{Conv, DeltaShape, OutputGate, Replay, SequenceRows, delta_shape::QK_EPS, linear::HalfBuffers},
+    ops::{
+        Conv, DeltaShape, OutputGate, Replay, SequenceRows,
+        delta_shape::QK_EPS,
+        linear::{HalfBuffers, RowSource, RowTiles},
+    },
 };
 
 /// Maximum number of rows in a launch of the recurrence. A threadgroup computes the rows one after the other, and macOS
@@ -139,13 +143,18 @@ impl DeltaRule<'_> {
 const MAX_NORMED_HEADS: usize = 64;
 
 impl DeltaNet<'_> {
-    /// Three launches for one row, four for several rows, and one more if the final norm cannot be deferred. The
-    /// results equal those of [`DeltaNet::apart`].
-    pub fn launches(&self) -> Vec<Launch> {
-        self.launches_of(None)
+    /// Three launches for one row, four for several rows, and one more if the final norm cannot be deferred. A product
+    /// on matrix units has one more. The results equal those of [`DeltaNet::apart`].
+    pub fn launches(&self, tiles: Option<RowTiles>) -> Vec<Launch> {
+        self.launches_of(None, tiles)
     }
 
-    fn launches_of(&self, rows: Option<SequenceRows>) -> Vec<Launch> {
+    /// Number of words of the buffer for split rows.
+    pub fn split_words(&self, min_weights: usize) -> usize {
+        self.in_proj.split_words(min_weights).max(self.out_proj.split_words(min_weights))
+    }
+
+    fn launches_of(&self, rows: Option<SequenceRows>, tiles: Option<RowTiles>) -> Vec<Launch> {
         let Self { in_proj, conv, rule, out_proj } = self;
         // Rows that may be replayed need the normed output of causal_conv, so the fused kernel cannot be used for
         // them.
@@ -154,21 +163,33 @@ impl DeltaNet<'_> {
             && rows.is_none()
             && rule.committed > rule.replay.rows
             && in_proj.norm.is_some_and(|norm| norm.keep.is_none());
-        let projection = if at_once { vec![self.convolved()] } else { vec![in_proj.launch(), conv.launch_rows(rows)] };
+        let mut projection = in_proj.launches(tiles);
+        match projection.pop() {
+            Some(product) if at_once => projection.push(self.convolved(product)),
+            product => projection.extend(product.into_iter().chain([conv.launch_rows(rows)])),
+        }
         let rest = if shape.value_heads <= MAX_NORMED_HEADS && shape.value_dim.is_multiple_of(16) {
             let squares = rule.out.floats(rule.tokens * shape.values() / 4);
-            vec![rule.recurrence(at_once, Some(squares), rows), self.normed(squares)]
+            let mut rest = vec![rule.recurrence(at_once, Some(squares), rows)];
+            let [heads, size] = [shape.value_heads, shape.value_dim];
+            match out_proj.tiled(tiles, RowSource::Heads { squares, heads, size, eps: shape.eps }) {
+                Some(tiled) => rest.extend(tiled),
+                None => rest.push(self.normed(squares)),
+            }
+            rest
         } else {
-            vec![rule.recurrence(at_once, None, rows), rule.gated_norm(), out_proj.launch()]
+            let mut rest = vec![rule.recurrence(at_once, None, rows), rule.gated_norm()];
+            rest.extend(out_proj.launches(tiles));
+            rest
         };
         [projection, rest].concat()
     }
 
     /// [`DeltaNet::launches`] with one launch per step.
-    pub fn apart(&self) -> Vec<Launch> {
+    pub fn apart(&self, tiles: Option<RowTiles>) -> Vec<Launch> {
         let Self { in_proj, conv, rule, out_proj } = self;
-        let projection = [in_proj.launch(), conv.launch()];
-        projection.into_iter().chain(rule.launches()).chain([out_proj.launch()]).collect()
+        let projection = in_proj.launches(tiles).into_iter().chain([conv.launch()]);
+        projection.chain(rule.launches()).chain(out_proj.launches(tiles)).collect()
     }
 
     /// All steps, with the projections in half precision on matrix units.
@@ -178,13 +199,18 @@ impl DeltaNet<'_> {
         projection.chain(rule.launches()).chain(out_proj.half_launches(half.x)).collect()
     }
 
-    /// Projects one row and applies the convolution in one launch.
-    fn convolved(&self) -> Launch {
+    /// Makes the projection of one row apply the convolution as well.
+    fn convolved(&self, mut launch: Launch) -> Launch {
         let Conv { shape, replay, proj, weight: taps, state, out, .. } = self.conv;
         let (_, old) = shape.rows(1, proj, replay);
         let channels = shape.channels();
-        let mut launch = self.in_proj.launch();
-        launch.kernel = if launch.kernel == "gemv_norm_1" { "gemv_conv" } else { "gemv_any_conv" };
+        // The convolution's buffers replace the normed rows, which a product on matrix units does not have.
+        let (kernel, at) = match launch.kernel {
+            "gemv_tiles_4" => ("gemv_tiles_conv", 4..4),
+            "gemv_norm_1" => ("gemv_conv", 3..4),
+            _ => ("gemv_any_conv", 3..4),
+        };
+        launch.kernel = kernel;
         launch.args.push(replay.rows as u32);
         let memory = [
             Binding::read(taps.floats(4 * channels)),
@@ -192,7 +218,7 @@ impl DeltaNet<'_> {
             Binding::read_write(state.floats(3 * channels)),
             Binding::write(out.floats(channels)),
         ];
-        launch.bindings.splice(3..4, memory);
+        launch.bindings.splice(at, memory);
         launch
     }
 
@@ -216,7 +242,7 @@ impl DeltaNet<'_> {
 
 impl DeltaNetRows<'_> {
     /// The launches of all rows. The number of launches is the same as for rows of one sequence.
-    pub fn launches(&self) -> Vec<Launch> {
-        self.net.launches_of(Some(self.rows))
+    pub fn launches(&self, tiles: Option<RowTiles>) -> Vec<Launch> {
+        self.net.launches_of(Some(self.rows), tiles)
     }
 }

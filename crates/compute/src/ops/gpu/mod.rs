@@ -2,7 +2,7 @@
 
 use super::{
     Backend, BackendLimits, ExpertSet, Experts, HalfBuffers, IndexerShape, KvFormat, ModelPart, MoeWeights, NO_SLOT,
-    Op, ReservedBuffer, WeightFormat, cpu::refuse, experts::Jobs, norm::rms_norm,
+    Op, ReservedBuffer, WeightFormat, cpu::refuse, experts::Jobs, linear::RowTiles, norm::rms_norm,
 };
 use crate::device::{BufferAccess, CommandQueue, DeviceError, Driver, Launch, Region, Slab, SyncPoint, Timeline};
 use std::{collections::HashMap, ops::Range, sync::Arc, time::Duration};
@@ -58,6 +58,8 @@ pub struct GpuBackend<D: Driver> {
     submit_step: usize,
     /// The skip flag of later launches.
     skip_flag: Option<Region>,
+    /// Minimum number of weights of a product of decoded rows on matrix units, if there is one.
+    min_tiled_weights: Option<usize>,
     /// Number of launches so far.
     launches: u64,
     slots: Vec<u32>,
@@ -85,6 +87,7 @@ struct Segment {
 impl<D: Driver> GpuBackend<D> {
     pub fn new(gpu: CommandQueue<D>) -> Self {
         let (segments, in_flight, slots, uploaded, owned, launched) = Default::default();
+        let min_tiled_weights = gpu.driver.min_tiled_weights();
         Self {
             gpu,
             buffers: vec![None; ReservedBuffer::COUNT],
@@ -96,6 +99,7 @@ impl<D: Driver> GpuBackend<D> {
             next_submit: 0,
             submit_step: 0,
             skip_flag: None,
+            min_tiled_weights,
             launches: 0,
             slots,
             uploaded,
@@ -118,7 +122,15 @@ impl<D: Driver> GpuBackend<D> {
     pub(super) fn waiting_each(gpu: CommandQueue<D>) -> Self {
         let mut new = Self::new(gpu);
         new.waits_each = true;
+        new.tile_all_rows(false);
         new
+    }
+
+    /// For checks: multiplies decoded rows on matrix units regardless of the number of weights, or never. Returns false
+    /// if the device never does.
+    pub(super) fn tile_all_rows(&mut self, tiled: bool) -> bool {
+        self.min_tiled_weights = self.gpu.driver.min_tiled_weights().filter(|_| tiled).map(|_| 0);
+        self.min_tiled_weights.is_some()
     }
 
     pub(super) fn set_waits_each(&mut self, waits_each: bool) {
@@ -213,6 +225,24 @@ impl<D: Driver> GpuBackend<D> {
 
     fn all(&mut self, launches: impl IntoIterator<Item = Launch>) -> Result<(), DeviceError> {
         launches.into_iter().try_for_each(|launch| self.launch(launch))
+    }
+
+    /// The buffer for the split rows of a product, if the device multiplies decoded rows on matrix units. `words` is
+    /// the size of the buffer for a minimum number of weights, or 0 if no product uses matrix units.
+    fn row_tiles(&mut self, words: impl FnOnce(usize) -> usize) -> Result<Option<RowTiles>, DeviceError> {
+        let Some(min_weights) = self.min_tiled_weights else { return Ok(None) };
+        let bytes = words(min_weights) * 4;
+        if bytes == 0 {
+            return Ok(None);
+        }
+        let number = ReservedBuffer::SplitRows.number();
+        let present = self.buffers[number as usize].map_or(0, |buffer| buffer.len);
+        if present < bytes {
+            let region = self.gpu.allocate(bytes.next_power_of_two())?;
+            self.place(number, region);
+        }
+        let buffer = Region { buffer: number, offset: 0, len: present.max(bytes) };
+        Ok(Some(RowTiles { min_weights, buffer }))
     }
 
     fn experts(&mut self, op: &Experts<'_>) -> Result<(), DeviceError> {
@@ -375,26 +405,38 @@ impl<D: Driver> Backend for GpuBackend<D> {
             Op::Embedding(op) => self.launch(op.launch()),
             Op::Linear(op) => match self.half {
                 Some(half) => self.all(op.half_launches(half.x)),
-                None => self.launch(op.launch()),
+                None => {
+                    let tiles = self.row_tiles(|min| op.split_words(min))?;
+                    self.all(op.launches(tiles))
+                }
             },
             Op::Conv(op) => self.launch(op.launch()),
             Op::DeltaRule(op) => self.all(op.launches()),
             Op::DeltaNet(op) => match self.half {
                 Some(half) => self.all(op.half_launches(half)),
-                None => self.all(op.launches()),
+                None => {
+                    let tiles = self.row_tiles(|min| op.split_words(min))?;
+                    self.all(op.launches(tiles))
+                }
             },
             Op::BlockAttention(op) => self.all(op.launches(ATTENTION_ROWS)?),
             Op::ReadStreams(op) => self.all(op.launches(self.half)),
             Op::WriteStreams(op) => self.launch(op.launch()),
             Op::NgramInject(op) => self.all(op.launches()?),
-            Op::DeltaNetRows(op) => self.all(op.launches()),
+            Op::DeltaNetRows(op) => {
+                let tiles = self.row_tiles(|min| op.net.split_words(min))?;
+                self.all(op.launches(tiles))
+            }
             Op::KvWrite(op) => self.launch(op.launch()),
             Op::Attention(op) if self.half.is_some() && op.shape.recent.is_none() => self.all(op.half_launches()),
             Op::Attention(op) => self.all(op.launches(ATTENTION_ROWS, self.attends_on_tiles()).flatten()),
             Op::AttentionRows(op) => self.all(op.launches(ATTENTION_ROWS, self.attends_on_tiles())),
             Op::Mlp(op) => match self.half {
                 Some(half) => self.all(op.half_launches(half.x)),
-                None => self.all(op.launches()),
+                None => {
+                    let tiles = self.row_tiles(|min| op.split_words(min))?;
+                    self.all(op.launches(tiles))
+                }
             },
             Op::Router(op) => match self.half.and_then(|half| op.half_launches(half.x)) {
                 Some(launches) => self.all(launches),

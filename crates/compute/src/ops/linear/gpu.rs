@@ -15,12 +15,12 @@ const NAMES: [[[&str; 2]; 2]; 2] = [
 const BATCH_ROWS: usize = 2;
 
 /// The words of the kernels' `LinearArgs`, without a skip flag. The flags are `add`, `keep` and `split_k`.
-fn args(sizes: [usize; 3], matrices: &[Weight], flags: [bool; 3], eps: f32) -> Vec<u32> {
+pub(super) fn args(sizes: [usize; 3], matrices: &[Weight], flags: [u32; 3], eps: f32) -> Vec<u32> {
     assert!((1..=4).contains(&matrices.len()), "{} matrices in one launch", matrices.len());
     let mut args = vec![0];
     args.extend(sizes.map(|size| size as u32));
     args.push(matrices.len() as u32);
-    args.extend(flags.map(u32::from));
+    args.extend(flags);
     args.push(eps.to_bits());
     args.extend(pad_to_four(matrices).flat_map(Weight::words));
     args
@@ -66,7 +66,12 @@ impl Linear<'_> {
         let blocks: usize = matrices.iter().map(|m| m.rows.div_ceil(if split_k { 4 } else { 16 })).sum();
         Launch {
             kernel: NAMES[usize::from(any)][usize::from(norm.is_some())][usize::from(batch)],
-            args: args([tokens, cols, width], matrices, [add, keep.is_some(), split_k], norm.map_or(0.0, |n| n.eps)),
+            args: args(
+                [tokens, cols, width],
+                matrices,
+                [add, keep.is_some(), split_k].map(u32::from),
+                norm.map_or(0.0, |n| n.eps),
+            ),
             bindings,
             grid: [tokens.div_ceil(if batch { BATCH_ROWS } else { 1 }) as u32, blocks as u32, 1],
             threads: 128,
@@ -166,7 +171,7 @@ impl HalfRows {
         let blocks: usize = matrices.iter().map(|m| m.rows.div_ceil(TILE[1])).sum();
         Launch {
             kernel: if any { "gemm_any" } else { "gemm" },
-            args: args([tokens, cols, width], matrices, [add, false, false], 0.0),
+            args: args([tokens, cols, width], matrices, [add.into(), 0, 0], 0.0),
             bindings,
             grid: [tokens.div_ceil(TILE[0]) as u32, blocks as u32, 1],
             threads: 128,

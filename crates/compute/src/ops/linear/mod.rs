@@ -5,10 +5,12 @@ mod cpu;
 mod gpu;
 mod matmul;
 pub(super) mod products;
+mod row_tiles;
 
 pub use gpu::HalfBuffers;
 pub(in crate::ops) use gpu::HalfRows;
 pub(in crate::ops) use matmul::{OutputColumns, check, normed, product, reuse_empty};
+pub use row_tiles::{RowSource, RowTiles};
 
 use super::Weight;
 use crate::device::{BufferAccess, Region};

@@ -3,7 +3,10 @@
 use super::Mlp;
 use crate::{
     device::{Launch, Region},
-    ops::{experts, linear::Linear},
+    ops::{
+        experts,
+        linear::{Linear, RowSource, RowTiles},
+    },
 };
 
 impl Mlp<'_> {
@@ -13,10 +16,23 @@ impl Mlp<'_> {
         [&gate_up.half_launches(buffers)[..], &[act], &down.half_launches(buffers)].concat()
     }
 
-    /// Three launches: gate and up, their activation, and down, whose result is added to `h`.
-    pub fn launches(&self) -> [Launch; 3] {
+    /// The launches of gate and up, of their activation, and of down, whose result is added to `h`.
+    pub fn launches(&self, tiles: Option<RowTiles>) -> Vec<Launch> {
         let (gate_up, act, down) = self.steps();
-        [gate_up.launch(), act, down.launch()]
+        let mut launches = gate_up.launches(tiles);
+        // On matrix units, the launch that splits the rows also computes the activation.
+        let from_scores = Linear { x: self.scores, ..down };
+        match from_scores.tiled(tiles, RowSource::Swiglu) {
+            Some(tiled) => launches.extend(tiled),
+            None => launches.extend([act, down.launch()]),
+        }
+        launches
+    }
+
+    /// Number of words of the buffer for split rows.
+    pub fn split_words(&self, min_weights: usize) -> usize {
+        let (gate_up, _, down) = self.steps();
+        gate_up.split_words(min_weights).max(down.split_words(min_weights))
     }
 
     fn steps(&self) -> (Linear<'_>, Launch, Linear<'_>) {

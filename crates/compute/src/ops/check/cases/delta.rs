@@ -22,10 +22,14 @@ pub fn cases(b: &mut KernelCheck<'_, impl Driver>) -> Result<(), DeviceError> {
         gate: Default::default(),
     };
     for (codes, tokens) in [(affine(4, 64), 1), (affine(3, 32), 1), (affine(8, 64), 3), (WeightFormat::Mxfp4, 2)] {
-        case(b, shape, codes, tokens)?;
+        case(b, shape, codes, tokens, 192)?;
     }
     for tokens in [1, 3] {
-        case(b, &DeltaShape { gate: OutputGate::Sigmoid, ..*shape }, affine(4, 64), tokens)?;
+        case(b, &DeltaShape { gate: OutputGate::Sigmoid, ..*shape }, affine(4, 64), tokens, 192)?;
+    }
+    if b.gpu.tile_all_rows(true) {
+        case(b, shape, affine(4, 64), 1, 256)?;
+        b.gpu.tile_all_rows(false);
     }
     rows_of_sequences(b, shape, affine(4, 64))
 }
@@ -36,8 +40,8 @@ fn case(
     shape: &DeltaShape,
     codes: WeightFormat,
     tokens: usize,
+    hidden: usize,
 ) -> Result<(), DeviceError> {
-    let hidden = 192;
     let channels = shape.channels();
     let values = shape.values();
     let heads = shape.value_heads;
@@ -113,14 +117,14 @@ fn rows_of_sequences(
     // Row 0 belongs to sequence 1, row 1 to sequence 0.
     let rows = SequenceRows { starts: [0, 0], table: b.words(&[1, 0, 0, 0])? };
     let mut ran = Vec::new();
-    for launch in (DeltaNetRows { net: net(2, h[0], samples[0], states[0]), rows }).launches() {
+    for launch in (DeltaNetRows { net: net(2, h[0], samples[0], states[0]), rows }).launches(None) {
         ran.extend(b.launch(launch));
     }
     for row in 0..2 {
         let number = 1 - row;
         let sample = samples[1].rows(number, 1, sample);
         let state = states[1].rows(number, 1, matrix);
-        for launch in net(1, h[1].rows(row, 1, hidden), sample, state).launches() {
+        for launch in net(1, h[1].rows(row, 1, hidden), sample, state).launches(None) {
             b.launch(launch);
         }
     }

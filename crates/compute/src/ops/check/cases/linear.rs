@@ -28,8 +28,16 @@ pub fn cases(b: &mut KernelCheck<'_, impl Driver>) -> Result<(), DeviceError> {
         let matrices = [b.weight(codes[0], 137, 256)?, b.weight(codes[1], 18, 256)?];
         for tokens in [1, 6] {
             for norm in [false, true] {
-                product(b, &matrices, tokens, norm, CLOSE)?;
+                product(b, &matrices, tokens, [norm, norm], CLOSE)?;
             }
+        }
+        if b.gpu.tile_all_rows(true) {
+            for tokens in [1, 6, 11] {
+                for norm in [false, true] {
+                    product(b, &matrices, tokens, [norm, false], CLOSE)?;
+                }
+            }
+            b.gpu.tile_all_rows(false);
         }
         if !b.gpu.limits().uses_half_precision {
             continue;
@@ -37,30 +45,29 @@ pub fn cases(b: &mut KernelCheck<'_, impl Driver>) -> Result<(), DeviceError> {
         let buffers = b.half_buffers(70, 256)?;
         b.gpu.set_half_buffers(Some(buffers));
         for norm in [false, true] {
-            product(b, &matrices, 70, norm, HALF)?;
+            product(b, &matrices, 70, [norm, norm], HALF)?;
         }
         b.gpu.set_half_buffers(None);
     }
     Ok(())
 }
 
-/// Checks matrices with a norm before them or a residual sum after them.
+/// Checks matrices with a norm before them, whose rows may be kept, or a residual sum after them.
 fn product(
     b: &mut KernelCheck<'_, impl Driver>,
     matrices: &[Weight],
     tokens: usize,
-    norm: bool,
+    [norm, keep]: [bool; 2],
     allowed: f64,
 ) -> Result<(), DeviceError> {
     let cols = matrices[0].cols;
     let width = matrices.iter().map(|matrix| matrix.rows).sum::<usize>();
     let x = b.random(tokens * cols)?;
     let weight = b.random(cols)?;
-    let keep = b.buffer(tokens * cols)?;
+    let kept = b.buffer(tokens * cols)?;
     let y = b.random(tokens * width)?;
-    let kept = norm.then_some(keep);
-    let norm = norm.then_some(Norm { weight, eps: 1e-6, keep: kept });
-    let outputs = [y, keep];
+    let norm = norm.then_some(Norm { weight, eps: 1e-6, keep: keep.then_some(kept) });
+    let outputs = [y, kept];
     let op = Linear { x, tokens, norm, matrices, y, add: norm.is_none() };
-    b.check_within(allowed, op, &outputs[..if norm.is_some() { 2 } else { 1 }], &[])
+    b.check_within(allowed, op, &outputs[..if keep { 2 } else { 1 }], &[])
 }

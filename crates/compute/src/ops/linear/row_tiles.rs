@@ -1,0 +1,129 @@
+//! Products of decoded and drafted rows on matrix units (`split_rows` and `gemv_tiles_*` in `kernels/linear.metal`).
+//!
+//! A format, a shape and a device decide whether a product runs here, never the number of rows. So a row gives the same
+//! bytes alone and together with others.
+
+use super::{
+    Linear,
+    gpu::{args, pad_to_four},
+};
+use crate::{
+    device::{Binding, Launch, Region, SkipUse},
+    ops::{Weight, quant::fast},
+};
+
+/// Number of columns of a group, which has a scale of its own in W and in x.
+const GROUP: usize = 64;
+/// Number of words of a group of x: halves, the sum and the inverse of the scale, and the sum of the squares.
+const GROUP_WORDS: [usize; 3] = [GROUP, 2, 1];
+/// Number of rows of W per threadgroup.
+const BLOCK_ROWS: usize = 16;
+/// Maximum number of rows of W for which eight simdgroups share the columns instead of four. With four, such a launch
+/// would not fill a large GPU.
+const MANY_SIMDS_MAX_ROWS: usize = 8192;
+
+/// What decoded rows need to be multiplied on matrix units.
+#[derive(Debug, Clone, Copy)]
+pub struct RowTiles {
+    /// Minimum number of weights of a product.
+    pub min_weights: usize,
+    /// Buffer for the split rows.
+    pub buffer: Region,
+}
+
+/// The values of the rows that are multiplied.
+#[derive(Debug, Clone, Copy)]
+pub enum RowSource {
+    /// x, or with the product's norm `x / rms * weight`.
+    Rows,
+    /// x times 1 / rms of each head. `squares` has the sums of squares of the delta rule.
+    Heads { squares: Region, heads: usize, size: usize, eps: f32 },
+    /// `silu(gate) * up` of rows with both.
+    Swiglu,
+}
+
+impl Linear<'_> {
+    /// Number of words of the buffer for the split rows, or 0 if the product does not run on matrix units.
+    pub fn split_words(&self, min_weights: usize) -> usize {
+        let cols = self.cols();
+        let is_fast = |m: &Weight| fast(m.codes, m.global_scale, m.cols, &[4, 8]);
+        let fits = cols.is_multiple_of(2 * GROUP)
+            && self.width() * cols >= min_weights
+            && self.norm.is_none_or(|norm| norm.keep.is_none())
+            && self.matrices.iter().all(is_fast);
+        if fits { self.tokens * (cols / GROUP) * GROUP_WORDS.iter().sum::<usize>() } else { 0 }
+    }
+
+    /// The launches of rows that are computed as in decoding.
+    pub fn launches(&self, tiles: Option<RowTiles>) -> Vec<Launch> {
+        match self.tiled(tiles, RowSource::Rows) {
+            Some(launches) => launches.to_vec(),
+            None => vec![self.launch()],
+        }
+    }
+
+    /// The split of the rows, then the product. `None` if the product does not run on matrix units.
+    pub fn tiled(&self, tiles: Option<RowTiles>, source: RowSource) -> Option<[Launch; 2]> {
+        let tiles = tiles.filter(|tiles| self.split_words(tiles.min_weights) > 0)?;
+        let groups = self.tokens * (self.cols() / GROUP);
+        let [halves, factors, squares] = GROUP_WORDS.map(|words| words * groups * 4);
+        let parts = [
+            tiles.buffer.first(halves),
+            tiles.buffer.part(halves, factors),
+            tiles.buffer.part(halves + factors, squares),
+        ];
+        Some([self.split(parts, source), self.tile_product(parts)])
+    }
+
+    fn split(&self, parts: [Region; 3], source: RowSource) -> Launch {
+        let Self { x, tokens, norm, .. } = *self;
+        let cols = self.cols();
+        let plain = [0, 0, 0];
+        let (stride, second, [kind, heads, size], eps) = match source {
+            RowSource::Rows => match norm {
+                Some(norm) => (cols, norm.weight.floats(cols), [1, 0, 0], 0.0),
+                None => (cols, x.first(0), plain, 0.0),
+            },
+            RowSource::Heads { squares, heads, size, eps } => (cols, squares, [2, heads, size], eps),
+            RowSource::Swiglu => (2 * cols, x.first(0), [3, 0, 0], 0.0),
+        };
+        let mut words = [cols, stride, kind, heads, size].map(|word| word as u32).to_vec();
+        words.push(eps.to_bits());
+        let mut bindings = vec![Binding::read(x.floats(tokens * stride)), Binding::read(second)];
+        bindings.extend(parts.map(Binding::write));
+        Launch {
+            kernel: "split_rows",
+            args: words,
+            bindings,
+            grid: [(cols / GROUP).div_ceil(4) as u32, tokens as u32, 1],
+            threads: 128,
+            skip: SkipUse::None,
+        }
+    }
+
+    fn tile_product(&self, parts: [Region; 3]) -> Launch {
+        let Self { tokens, norm, matrices, y, add, .. } = *self;
+        let width = self.width();
+        let y = y.floats(tokens * width);
+        let mut bindings = parts.map(Binding::read).to_vec();
+        bindings.push(if add { Binding::read_write(y) } else { Binding::write(y) });
+        bindings.extend(pad_to_four(matrices).flat_map(Weight::bindings));
+        bindings.push(Binding::no_skip_flag(parts[0]));
+        let (kernel, batch) = match tokens {
+            0..=4 => ("gemv_tiles_4", 4),
+            5..=8 => ("gemv_tiles_8", 8),
+            _ => ("gemv_tiles_16", 16),
+        };
+        let simds = if width <= MANY_SIMDS_MAX_ROWS { 8 } else { 4 };
+        let blocks: usize = matrices.iter().map(|m| m.rows.div_ceil(BLOCK_ROWS)).sum();
+        let sizes = [tokens, self.cols(), width];
+        Launch {
+            kernel,
+            args: args(sizes, matrices, [add.into(), norm.is_some().into(), simds], norm.map_or(0.0, |n| n.eps)),
+            bindings,
+            grid: [tokens.div_ceil(batch) as u32, blocks as u32, 1],
+            threads: 32 * simds,
+            skip: SkipUse::Reads,
+        }
+    }
+}
