@@ -3,6 +3,7 @@
 use super::server::{Server, Setup};
 use moestro::http::ServerState;
 use serde_json::{Value, json};
+use test_support::formats::Source;
 
 const CHAT: &str = "/v1/chat/completions";
 const MESSAGES: &str = "/v1/messages";
@@ -170,5 +171,99 @@ async fn streams_and_counts_reuse_tools() {
             let count = reusing.ask(counted, &summary).await;
             assert_eq!(count["input_tokens"], prompt_tokens(path, &answer).0, "{path}");
         }
+    }
+}
+
+/// A step of a conversation.
+#[derive(Clone, Copy, PartialEq)]
+enum Step {
+    User,
+    Call,
+    CallResult,
+    Assistant,
+}
+
+/// A random conversation that ends with a question of the user.
+fn conversation(source: &mut Source) -> Vec<Step> {
+    let mut steps = Vec::new();
+    for _ in 0..1 + source.below(3) {
+        steps.push(Step::User);
+        for _ in 0..source.below(3) {
+            steps.extend([Step::Call, Step::CallResult]);
+        }
+        steps.push(Step::Assistant);
+    }
+    steps.push(Step::User);
+    steps
+}
+
+/// The message or item of an API for the step with this number.
+fn item(path: &str, number: usize, step: Step) -> Value {
+    let id = format!("call_{}", number - usize::from(step == Step::CallResult));
+    let arguments = json!({"path": format!("shelf {number}")});
+    let text = format!("This is step {number} of our work.");
+    match (step, path) {
+        (Step::User, _) => json!({"role": "user", "content": text}),
+        (Step::Assistant, _) => json!({"role": "assistant", "content": text}),
+        (Step::Call, MESSAGES) => {
+            let call = json!({"type": "tool_use", "id": id, "name": "read_list", "input": arguments});
+            json!({"role": "assistant", "content": [call]})
+        }
+        (Step::Call, RESPONSES) => {
+            json!({"type": "function_call", "call_id": id, "name": "read_list", "arguments": arguments.to_string()})
+        }
+        (Step::Call, _) => {
+            let function = json!({"name": "read_list", "arguments": arguments.to_string()});
+            let call = json!({"id": id, "type": "function", "function": function});
+            json!({"role": "assistant", "content": null, "tool_calls": [call]})
+        }
+        (Step::CallResult, MESSAGES) => {
+            json!({"role": "user", "content": [{"type": "tool_result", "tool_use_id": id, "content": text}]})
+        }
+        (Step::CallResult, RESPONSES) => json!({"type": "function_call_output", "call_id": id, "output": text}),
+        (Step::CallResult, _) => json!({"role": "tool", "tool_call_id": id, "content": text}),
+    }
+}
+
+#[tokio::test]
+async fn random_conversations_equal_requests_with_forbidden_calls() {
+    let reusing = server(ServerState::reuse_tools, None).await;
+    let plain = server(|_| (), None).await;
+    let names = ["read_list", "count_parts", "find_part", "move_part"];
+    for seed in 0..40 {
+        let mut source = Source::new(&[], seed);
+        let path = [CHAT, MESSAGES, RESPONSES][source.below(3)];
+        let steps = conversation(&mut source);
+        let body = |steps: &[Step]| {
+            let items: Vec<_> = steps.iter().enumerate().map(|(number, step)| item(path, number, *step)).collect();
+            let list = if path == RESPONSES { "input" } else { "messages" };
+            let mut request = request(path, &format!("You work in shop {seed}."), &[]);
+            request[list].as_array_mut().unwrap().extend(items);
+            request
+        };
+        let names = &names[..1 + source.below(4)];
+        // Some of the earlier requests: each ends before an answer or a call.
+        let asked = |at: &usize| matches!(steps[*at], Step::User | Step::CallResult) && *at + 1 < steps.len();
+        let mut ends: Vec<usize> = (0..steps.len()).filter(asked).collect();
+        while ends.len() > 1 && source.below(3) > 0 {
+            ends.remove(source.below(ends.len()));
+        }
+        for end in ends {
+            let limit = if path == RESPONSES { "max_output_tokens" } else { "max_tokens" };
+            let earlier = with(body(&steps[..=end]), json!({"tools": tools(path, names), limit: 1}));
+            ask(&reusing, path, "key", &earlier).await;
+        }
+        let more = match (source.below(3), path) {
+            (0, CHAT) => json!({"response_format": {"type": "json_object"}, "max_tokens": 30}),
+            (1, CHAT) => json!({"n": 2}),
+            (0, _) => json!({"temperature": 0}),
+            _ => json!({}),
+        };
+        let summary = with(body(&steps), more);
+        let (answer, reused) = ask(&reusing, path, "key", &summary).await;
+        let expected = plain.ask(path, &without_calls(path, &summary, names)).await;
+        assert_eq!(reused, Some(names.len().to_string()), "{seed}: {summary}");
+        assert_eq!(written(path, &answer), written(path, &expected), "{seed}: {summary}");
+        assert_eq!(prompt_tokens(path, &answer).0, prompt_tokens(path, &expected).0, "{seed}");
     }
 }
