@@ -306,9 +306,19 @@ fn random_conversation(api: Api, dice: &mut Dice) -> Vec<Vec<Value>> {
 
 #[tokio::test]
 async fn answer_after_searches_equals_that_of_fresh_server() {
-    let mut dice = Dice(54);
+    compare_with_fresh_server(Dice(54), 8).await;
+}
+
+#[tokio::test]
+#[ignore = "takes minutes"]
+async fn answers_after_many_searches_equal_those_of_fresh_server() {
+    compare_with_fresh_server(Dice(300), 300).await;
+}
+
+/// Sends random conversations turn by turn, and their last turns to a server that has not cached them.
+async fn compare_with_fresh_server(mut dice: Dice, rounds: usize) {
     let [one, other] = [demo_server().await, demo_server().await];
-    for round in 0..8 {
+    for round in 0..rounds {
         let api = *dice.pick(&APIS);
         let deferred = ["a", "b", "c", "d"].map(|name| api.tool(name, json!({"defer_loading": true})));
         let tools = [&[api.search(), api.tool("head", json!({}))][..], &deferred].concat();
