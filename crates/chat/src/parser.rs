@@ -39,11 +39,13 @@
 //!   directly after a call;
 //! * names may be quoted (`<parameter="P">`) or be attributes (`<parameter name="P">`). The `>` after the name of a known
 //!   parameter or tool may be missing at the end of a line;
-//! * line feeds around tags may be missing, and closing tags may be indented;
+//! * an opening tag may be repeated before the value, with a closing tag of its own or without. If the call already has a
+//!   value of the parameter, a later value is dropped, because the first one may be sent already;
+//! * line feeds around tags may be missing or follow a carriage return, and closing tags may be indented;
 //! * text between the parameters of a call is content;
 //! * a call without an end tag is closed when the model ends the answer. Its arguments are the arguments so far. An
-//!   incomplete tag after a complete value is markup and is dropped. An incomplete value is kept, and becomes a string
-//!   if it is not valid JSON;
+//!   incomplete tag after a complete value is markup and is dropped, also after a number or another value that is no
+//!   string. An incomplete value is kept, and becomes a string if it is not valid JSON;
 //! * a call that the token limit cuts stays open. Its arguments are invalid JSON, because the rest of them is unknown.
 //!   An incomplete tag is dropped.
 
@@ -68,6 +70,9 @@ use value::{ValuePart, ValueScanner};
 
 /// Maximum number of `<tool_call>` before a call.
 const MAX_REPEATED: usize = 4;
+
+/// The characters of line ends.
+const LINE_ENDS: [char; 2] = ['\r', '\n'];
 
 /// Maximum number of bytes of white space before a tag. An answer of white space must not be read again and again.
 const MAX_GAP: usize = 1000;
@@ -256,7 +261,7 @@ impl Parser {
     }
 
     fn newlines(&mut self, reasoning: bool) -> StepResult {
-        self.at += self.rest().len() - self.rest().trim_start_matches('\n').len();
+        self.at += self.rest().len() - self.rest().trim_start_matches(LINE_ENDS).len();
         if self.rest().is_empty() {
             self.wait(ParserState::Newlines { reasoning })
         } else {
@@ -272,7 +277,7 @@ impl Parser {
             Found::Call(at) | Found::EndThink(at) => (at, true),
             Found::Nothing(at) => (at, end == InputEnd::Truncated && at < rest.len()),
         };
-        let certain = if is_known { rest[..at].trim_end_matches('\n').len() } else { at };
+        let certain = if is_known { rest[..at].trim_end_matches(LINE_ENDS).len() } else { at };
         let skipped = at - certain;
         let text = self.take(certain);
         self.prose.consume(certain);
@@ -367,7 +372,7 @@ impl Parser {
             return Start::Call;
         }
         let (header, body) = function.split_at(length);
-        let line = body.trim_start_matches([' ', '\t']);
+        let line = body.trim_start_matches([' ', '\t', '\r']);
         let is_on_edge = starts_line || line.is_empty() || line.starts_with('\n');
         // `<function name="NAME">` without `<tool_call>` is XML.
         let is_attribute = !is_exact && header.ends_with('>');
@@ -405,10 +410,14 @@ impl Parser {
         self.emit(Delta::ToolCall { index: self.calls, id: call_id(), name: name.clone() });
         self.calls += 1;
         let parameters = self.tools.parameters(&name);
-        self.to(ParserState::Body { call: PendingCall { name, parameters, seen: Vec::new() }, stray: false })
+        self.to_body(PendingCall { name, parameters, seen: Vec::new(), empty: None })
     }
 
-    fn body(&mut self, call: PendingCall, stray: bool, end: InputEnd) -> StepResult {
+    fn to_body(&mut self, call: PendingCall) -> StepResult {
+        self.to(ParserState::Body { call, stray: false })
+    }
+
+    fn body(&mut self, mut call: PendingCall, stray: bool, end: InputEnd) -> StepResult {
         let last = end != InputEnd::MoreToCome;
         if stray {
             self.take_content(self.rest().len() - self.rest().trim_start().len());
@@ -421,15 +430,16 @@ impl Parser {
             TagAt::Unfinished if end == InputEnd::Truncated => {
                 // Clients read empty arguments as a call without arguments. The opening brace makes the arguments invalid
                 // JSON instead.
+                self.end_argument(&mut call);
                 self.arguments(if call.seen.is_empty() { "{" } else { "" }.into());
                 self.drop_rest()
             }
             TagAt::Unfinished => {
-                self.end_call(&call);
+                self.end_call(call);
                 self.drop_rest()
             }
             TagAt::Found(Tag { kind, length, is_exact }) => match kind {
-                TagKind::Parameter(name) if is_exact || call.lacks(&name) => {
+                TagKind::Parameter(name) if is_exact || call.knows(&name) => {
                     self.at += length;
                     self.start_argument(call, name)
                 }
@@ -438,7 +448,7 @@ impl Parser {
                 TagKind::Function(name) if name == call.name && call.seen.is_empty() => self.skip_tag(call, length),
                 TagKind::Parameter(_) => self.stray_text(call),
                 TagKind::EndFunction | TagKind::EndToolCall | TagKind::ToolCall | TagKind::Function(_) => {
-                    self.end_call(&call);
+                    self.end_call(call);
                     self.to(ParserState::Closing { in_call: true })
                 }
             },
@@ -448,11 +458,12 @@ impl Parser {
 
     fn skip_tag(&mut self, call: PendingCall, length: usize) -> StepResult {
         self.at += length;
-        self.to(ParserState::Body { call, stray: false })
+        self.to_body(call)
     }
 
     /// Emits text that belongs to no parameter as content.
-    fn stray_text(&mut self, call: PendingCall) -> StepResult {
+    fn stray_text(&mut self, mut call: PendingCall) -> StepResult {
+        self.end_argument(&mut call);
         let rest = self.rest();
         let first = rest.chars().next().map_or(0, char::len_utf8);
         self.take_content(rest[first..].find('<').map_or(rest.len(), |at| first + at));
@@ -460,16 +471,27 @@ impl Parser {
     }
 
     fn start_argument(&mut self, mut call: PendingCall, name: String) -> StepResult {
-        let opening = if call.seen.is_empty() { '{' } else { ',' };
-        let (argument, start) = PendingArgument::new(self.tools.types(&call.name, &name));
-        self.arguments(format!("{opening}{}:{start}", Value::from(name.as_str())));
+        if let Some(argument) = call.empty.take_if(|argument| argument.name == name) {
+            return self.to(ParserState::Argument { call, argument, scanner: None });
+        }
+        self.end_argument(&mut call);
+        let types = self.tools.types(&call.name, &name);
+        let (argument, json) = PendingArgument::new(name.clone(), types, &call);
+        self.arguments(json);
         call.seen.push(name);
         self.to(ParserState::Argument { call, argument, scanner: None })
     }
 
+    /// Ends the last argument, if that has not been done because its value is empty.
+    fn end_argument(&mut self, call: &mut PendingCall) {
+        if let Some(argument) = call.empty.take() {
+            self.arguments(argument.finish());
+        }
+    }
+
     fn argument(
         &mut self,
-        call: PendingCall,
+        mut call: PendingCall,
         mut argument: PendingArgument,
         scanner: Option<Box<ValueScanner>>,
         end: InputEnd,
@@ -477,7 +499,13 @@ impl Parser {
         let Some(mut scanner) = scanner.or_else(|| self.start_value(end)) else {
             return self.wait(ParserState::Argument { call, argument, scanner: None });
         };
-        let ValuePart { value, end: value_end } = scanner.scan(self.rest(), end, &call, &self.tools);
+        let ValuePart { mut value, end: value_end } = scanner.scan(self.rest(), end, &call, &argument, &self.tools);
+        if end == InputEnd::Complete
+            && let Some(at) = unfinished_tag(&self.rest()[..value])
+            && argument.has_other_type(&self.rest()[..at])
+        {
+            value = at;
+        }
         let json = argument.push(&self.rest()[..value]);
         self.arguments(json);
         let Some(value_end) = value_end else {
@@ -489,36 +517,28 @@ impl Parser {
             };
         };
         self.at += value_end;
-        if scanner.is_empty_before(value_end)
-            && let Some(length) = self.repeated_header(&call)
-        {
-            self.at += length;
-            return self.to(ParserState::Argument { call, argument, scanner: None });
+        if scanner.is_empty_before(value) {
+            call.empty = Some(argument);
+        } else {
+            self.arguments(argument.finish());
         }
-        self.arguments(argument.finish());
-        self.to(ParserState::Body { call, stray: false })
+        self.to_body(call)
     }
 
-    /// Skips the line feed before a value. `None` if more text decides whether there is one.
+    /// Skips the line end before a value. `None` if more text decides whether there is one.
     fn start_value(&mut self, end: InputEnd) -> Option<Box<ValueScanner>> {
-        let is_block = self.rest().starts_with('\n');
-        self.at += usize::from(is_block);
-        (is_block || !self.rest().is_empty() || end != InputEnd::MoreToCome)
-            .then(|| Box::new(ValueScanner::new(is_block)))
-    }
-
-    /// Length of the next tag if it is the one that opened the last parameter.
-    fn repeated_header(&self, call: &PendingCall) -> Option<usize> {
-        match tag_at(self.rest()) {
-            TagAt::Found(Tag { kind: TagKind::Parameter(name), length, .. }) if Some(&name) == call.seen.last() => {
-                Some(length)
-            }
-            _ => None,
+        let rest = self.rest();
+        if end == InputEnd::MoreToCome && ["", "\r"].contains(&rest) {
+            return None;
         }
+        let line_end = ["\r\n", "\n"].into_iter().find(|line_end| rest.starts_with(line_end)).unwrap_or_default();
+        self.at += line_end.len();
+        Some(Box::new(ValueScanner::new(line_end)))
     }
 
     /// Closes a call's arguments.
-    fn end_call(&mut self, call: &PendingCall) {
+    fn end_call(&mut self, mut call: PendingCall) {
+        self.end_argument(&mut call);
         self.arguments(if call.seen.is_empty() { "{}" } else { "}" }.into());
     }
 
@@ -546,6 +566,11 @@ impl Parser {
         self.prose = Prose::default();
         self.to(ParserState::Content)
     }
+}
+
+/// Offset of the tag that `text` ends in the middle of.
+fn unfinished_tag(text: &str) -> Option<usize> {
+    text.rfind('<').filter(|&at| matches!(tag_at(&text[at..]), TagAt::Unfinished))
 }
 
 /// The text after white space. `None` if there is too much white space to wait for a tag after it.

@@ -1,6 +1,7 @@
 //! A tool call whose text is still being streamed: its id, and its arguments written as JSON.
 
 use super::json_types::JsonTypes;
+use serde_json::Value;
 use std::{
     hash::{BuildHasher, RandomState},
     sync::atomic::{AtomicU64, Ordering},
@@ -14,33 +15,64 @@ pub(super) struct PendingCall {
     pub parameters: Vec<String>,
     /// Names of the parameters so far.
     pub seen: Vec<String>,
+    /// The last argument, if its value is empty so far. The tag of its parameter may be repeated before the value.
+    pub empty: Option<PendingArgument>,
 }
 
 impl PendingCall {
+    /// True if the tool has a parameter `name`.
+    pub fn knows(&self, name: &String) -> bool {
+        self.parameters.is_empty() || self.parameters.contains(name)
+    }
+
     /// True if the tool has a parameter `name` that the call does not have yet.
     pub fn lacks(&self, name: &String) -> bool {
-        (self.parameters.is_empty() || self.parameters.contains(name)) && !self.seen.contains(name)
+        self.knows(name) && !self.seen.contains(name)
     }
 }
 
 /// The argument that is being parsed. A string is written while it streams. A value of another type is written only
 /// when it is complete, because an incomplete value cannot be checked.
 pub(super) struct PendingArgument {
+    pub name: String,
     types: JsonTypes,
     /// Text that is not written yet. `None` while a string is being written.
     held: Option<String>,
+    /// True if the call already has this parameter. Nothing is written then.
+    is_ignored: bool,
 }
 
 impl PendingArgument {
-    /// Returns the argument and the start of its JSON.
-    pub fn new(types: JsonTypes) -> (Self, &'static str) {
+    /// Returns the next argument of `call` and the start of its JSON.
+    pub fn new(name: String, types: JsonTypes, call: &PendingCall) -> (Self, String) {
         let is_string = types.only_string();
-        let held = (!is_string).then(String::new);
-        (Self { types, held }, if is_string { "\"" } else { "" })
+        let is_ignored = call.seen.contains(&name);
+        let json = if is_ignored {
+            String::new()
+        } else {
+            let opening = if call.seen.is_empty() { '{' } else { ',' };
+            format!("{opening}{}:{}", Value::from(name.as_str()), if is_string { "\"" } else { "" })
+        };
+        (Self { name, types, held: (!is_string).then(String::new), is_ignored }, json)
+    }
+
+    /// True if the value that ends with `text` has a type other than a string.
+    pub fn has_other_type(&self, text: &str) -> bool {
+        self.held.as_ref().is_some_and(|held| !self.types.json(&format!("{held}{text}")).starts_with('"'))
+    }
+
+    /// True if no tag can be a part of the value that ends with `text`: it is complete JSON, or empty, and no string is
+    /// allowed.
+    pub fn is_complete(&self, text: &str) -> bool {
+        let is_empty = text.trim().is_empty() && self.held.as_ref().is_some_and(|held| held.trim().is_empty());
+        !self.types.may_be_string() && (is_empty || self.has_other_type(text))
     }
 
     /// Takes the next piece of the value and returns the JSON that can be written.
     pub fn push(&mut self, text: &str) -> String {
+        if self.is_ignored {
+            return String::new();
+        }
         let Some(held) = &mut self.held else { return escaped(text) };
         held.push_str(text);
         if self.types.is_string_from(held) {
@@ -53,6 +85,9 @@ impl PendingArgument {
 
     /// Ends the value and returns the part of its JSON that has not been written.
     pub fn finish(&self) -> String {
+        if self.is_ignored {
+            return String::new();
+        }
         self.held.as_ref().map_or_else(|| "\"".into(), |text| self.types.json(text))
     }
 }
@@ -60,7 +95,7 @@ impl PendingArgument {
 /// The text of a JSON string without its quotes. Pieces of a string can be escaped separately, because JSON escapes
 /// each character independently of the others.
 fn escaped(text: &str) -> String {
-    let quoted = serde_json::Value::from(text).to_string();
+    let quoted = Value::from(text).to_string();
     quoted.get(1..quoted.len() - 1).unwrap_or_default().into()
 }
 

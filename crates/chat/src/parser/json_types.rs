@@ -30,9 +30,15 @@ impl JsonTypes {
         self.string && self.others.is_empty()
     }
 
+    pub fn may_be_string(&self) -> bool {
+        self.string
+    }
+
     /// True if a text that starts with `start` is a string, however it continues.
     pub fn is_string_from(&self, start: &str) -> bool {
-        self.string && TypeSet::NULL.has(self.others) && !["null", "None"].iter().any(|word| word.starts_with(start))
+        self.string
+            && TypeSet::NULL.has(self.others)
+            && !["null", "None"].iter().any(|word| word.starts_with(start.trim()))
     }
 
     /// Converts a parameter's raw text to JSON.

@@ -90,11 +90,16 @@ fn header(after: &str, word: usize, kind: fn(String) -> TagKind) -> TagAt {
     let Some(name) = value.strip_prefix('=') else { return TagAt::Other };
     let name = name.trim();
     let quoted = ['"', '\''].iter().find_map(|&mark| name.strip_prefix(mark)?.strip_suffix(mark));
+    let quoted = quoted.filter(|name| !is_attribute || !name.contains(['"', '\'']));
     let name = quoted.unwrap_or(name).trim();
-    if name.is_empty() || after[end..].starts_with('<') {
+    // `<parameter name="a" type="b">` and `<parameter name="a"/>` are XML.
+    let is_xml = is_attribute && quoted.is_none() && name.contains([' ', '"', '\'']);
+    if name.is_empty() || is_xml || after[end..].starts_with('<') {
         return TagAt::Other;
     }
-    found(kind(name.into()), word + end + usize::from(is_closed), is_closed && !is_attribute)
+    // A carriage return belongs to the line end.
+    let end = if is_closed { end + 1 } else { after[..end].trim_end_matches('\r').len() };
+    found(kind(name.into()), word + end, is_closed && !is_attribute)
 }
 
 /// Reads a closing tag. Models also write `</ function>`, `</param>`, `</parameter/>`, `</parameter_function>`, and leave
@@ -106,7 +111,7 @@ fn closing_tag(text: &str) -> TagAt {
         return if inner.len() > MAX_CLOSING_TAG { TagAt::Other } else { TagAt::Unfinished };
     };
     let is_closed = inner[end..].starts_with('>');
-    if end > MAX_CLOSING_TAG || !(is_closed || inner[end..].starts_with(['\n', '<'])) {
+    if end > MAX_CLOSING_TAG || !(is_closed || inner[end..].starts_with(['\r', '\n', '<'])) {
         return TagAt::Other;
     }
     let word = inner[..end].trim().to_ascii_lowercase().replace("tool call", "tool_call");

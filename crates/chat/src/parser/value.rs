@@ -6,11 +6,11 @@
 //! far and that another tag of the call follows, or at another tag of the call after text that follows the end of the
 //! call. That tag is then the candidate.
 //!
-//! A tag between two quotation marks on one line is text. So is a tag in the middle of a line, and a closing tag whose
-//! opening tag is part of the value.
+//! JSON that is complete ends at the next tag. A tag between two quotation marks on one line is text. So is a tag in the
+//! middle of a line, and a closing tag whose opening tag is part of the value.
 
 use super::{
-    argument::PendingCall,
+    argument::{PendingArgument, PendingCall},
     declared::Tools,
     quotes::Quotes,
     tags::{InputEnd, Tag, TagAt, TagKind, tag_at},
@@ -18,8 +18,11 @@ use super::{
 
 /// Follows a value up to its end. Offsets count from the start of the value.
 pub(super) struct ValueScanner {
-    /// True if a line feed comes before the value.
+    /// True if a line end comes before the value.
     is_block: bool,
+    /// True if a carriage return belongs to the line end before a tag. After a header with a plain line feed, it is a part
+    /// of the value.
+    has_crlf: bool,
     consumed: usize,
     position: usize,
     quotes: Quotes,
@@ -29,8 +32,8 @@ pub(super) struct ValueScanner {
     /// True if a line feed follows the last tag.
     line_ended: bool,
     candidate: Option<EndCandidate>,
-    /// Opening tags in the value that wait for their closing tags.
-    open: Vec<OpenTag>,
+    /// Opening tags in the value that wait for their closing tags, and their offsets.
+    open: Vec<(OpenTag, usize)>,
     /// The last `</parameter>` that closed a quoted tag, until text follows.
     matched: Option<MatchedEnd>,
 }
@@ -55,6 +58,8 @@ struct SeenTag {
     starts_line: bool,
     /// True for the name of a tool, and of a parameter of this tool that the call does not have yet.
     is_known: bool,
+    /// True for the tag that opened this value, directly after that tag.
+    is_repeated: bool,
     /// The tag before this one, if only white space is between them.
     after: Option<TagKind>,
 }
@@ -63,6 +68,8 @@ struct SeenTag {
 #[derive(Clone, Copy)]
 struct MatchedEnd {
     at: usize,
+    /// Offset of the tag that it closed.
+    opened_at: usize,
     /// True if the value quotes a call around it.
     is_in_call: bool,
 }
@@ -75,6 +82,8 @@ enum CandidateKind {
     EndCall,
     /// The next parameter starts here.
     Parameter,
+    /// The tag that opened this value is repeated here.
+    RepeatedParameter,
     /// The next call starts here.
     Call,
 }
@@ -92,13 +101,13 @@ struct EndCandidate {
 
 impl EndCandidate {
     fn opens(&self) -> bool {
-        matches!(self.kind, CandidateKind::Parameter | CandidateKind::Call)
+        !matches!(self.kind, CandidateKind::EndParameter | CandidateKind::EndCall)
     }
 
     /// True if text followed the end of a call. If this call continues, the value quotes that end.
     fn is_past_call(&self) -> bool {
         let is_end = self.kind == CandidateKind::EndCall || self.is_closed;
-        self.has_text && is_end && self.kind != CandidateKind::Parameter
+        self.has_text && is_end && !matches!(self.kind, CandidateKind::Parameter | CandidateKind::RepeatedParameter)
     }
 
     fn close(&mut self) {
@@ -124,18 +133,12 @@ pub(super) struct ValuePart {
     pub end: Option<usize>,
 }
 
-/// The length of the value before a tag at `at`: the line feed and the indentation before the tag are markup.
-fn before_tag(text: &str, at: usize) -> usize {
-    let mut before = text.as_bytes()[..at].iter().rev().take(MAX_INDENTATION);
-    let indentation = before.position(|byte| !b" \t".contains(byte)).unwrap_or(MAX_INDENTATION);
-    let line = at.saturating_sub(indentation);
-    if text[..line].ends_with('\n') { line - 1 } else { at }
-}
-
 impl ValueScanner {
-    pub fn new(is_block: bool) -> Self {
+    /// `line_end` is the line end before the value, or empty.
+    pub fn new(line_end: &str) -> Self {
         Self {
-            is_block,
+            is_block: !line_end.is_empty(),
+            has_crlf: line_end != "\n",
             consumed: 0,
             position: 0,
             quotes: Quotes::default(),
@@ -158,9 +161,16 @@ impl ValueScanner {
         self.consumed += length;
     }
 
-    /// Reads on in `text`, the unconsumed text of the value.
-    pub fn scan(&mut self, text: &str, end: InputEnd, call: &PendingCall, tools: &Tools) -> ValuePart {
-        let is_ended = self.read(text, end, call, tools);
+    /// Reads on in `text`, the unconsumed text of the value of `argument`.
+    pub fn scan(
+        &mut self,
+        text: &str,
+        end: InputEnd,
+        call: &PendingCall,
+        argument: &PendingArgument,
+        tools: &Tools,
+    ) -> ValuePart {
+        let is_ended = self.read(text, end, call, argument, tools);
         let at = |offset: usize| offset - self.consumed;
         let candidate = self.candidate.as_ref();
         match (candidate, end) {
@@ -174,13 +184,30 @@ impl ValueScanner {
             (Some(found), InputEnd::Truncated) if !found.has_text => {
                 ValuePart { end: None, ..self.part(text, at(found.at)) }
             }
-            (_, InputEnd::Truncated) => ValuePart { value: before_tag(text, at(self.position)), end: None },
-            (_, InputEnd::MoreToCome) => ValuePart { value: before_tag(text, at(self.held_from())), end: None },
+            (_, InputEnd::Truncated) => ValuePart { end: None, ..self.part(text, at(self.position)) },
+            (_, InputEnd::MoreToCome) => {
+                let value = self.before_tag(text, at(self.held_from()));
+                // A line feed may follow the carriage return.
+                let is_half = self.has_crlf && text[..value].ends_with('\r');
+                ValuePart { value: value - usize::from(is_half), end: None }
+            }
         }
     }
 
     fn part(&self, text: &str, at: usize) -> ValuePart {
-        ValuePart { value: before_tag(text, at), end: Some(at) }
+        ValuePart { value: self.before_tag(text, at), end: Some(at) }
+    }
+
+    /// The length of the value before a tag at `at`: the line end and the indentation before the tag are markup.
+    fn before_tag(&self, text: &str, at: usize) -> usize {
+        let mut before = text.as_bytes()[..at].iter().rev().take(MAX_INDENTATION);
+        let indentation = before.position(|byte| !b" \t".contains(byte)).unwrap_or(MAX_INDENTATION);
+        let line = &text[..at.saturating_sub(indentation)];
+        match line.strip_suffix('\n') {
+            Some(value) if self.has_crlf => value.strip_suffix('\r').unwrap_or(value).len(),
+            Some(value) => value.len(),
+            None => at,
+        }
     }
 
     /// Offset of the first text that may not be part of the value.
@@ -192,7 +219,14 @@ impl ValueScanner {
     }
 
     /// Reads the text after `position`. Returns true if the candidate is the end.
-    fn read(&mut self, text: &str, end: InputEnd, call: &PendingCall, tools: &Tools) -> bool {
+    fn read(
+        &mut self,
+        text: &str,
+        end: InputEnd,
+        call: &PendingCall,
+        argument: &PendingArgument,
+        tools: &Tools,
+    ) -> bool {
         let last = end != InputEnd::MoreToCome;
         while let Some(c) = text[self.position - self.consumed..].chars().next() {
             let rest = &text[self.position - self.consumed..];
@@ -201,6 +235,11 @@ impl ValueScanner {
             match (is_quoted, tag) {
                 (None, _) => return false,
                 (Some(false), TagAt::Found(tag)) => {
+                    let at = self.position - self.consumed;
+                    if self.candidate.is_none() && argument.is_complete(&text[..at]) {
+                        self.suggest(self.position, CandidateKind::EndParameter, true);
+                        return true;
+                    }
                     if self.push_tag(tag, call, tools) {
                         return true;
                     }
@@ -228,14 +267,14 @@ impl ValueScanner {
             // A repeated `<tool_call>` is part of the first one.
             return false;
         }
+        let is_repeated = at == 0 && matches!(&kind, TagKind::Parameter(name) if call.seen.last() == Some(name));
         let is_known = match &kind {
             TagKind::Function(name) => tools.has(name),
-            // The tag that opened this value may be repeated.
-            TagKind::Parameter(name) => call.lacks(name) || (at == 0 && call.seen.last() == Some(name)),
+            TagKind::Parameter(name) => is_repeated || call.lacks(name),
             _ => false,
         };
         let starts_line = self.starts_line || after.as_ref().is_some_and(TagKind::closes);
-        let tag = SeenTag { kind, is_exact, at, starts_line, is_known, after };
+        let tag = SeenTag { kind, is_exact, at, starts_line, is_known, is_repeated, after };
         let is_ended = self.follow(Follow::Tag(&tag));
         self.last = Some(tag);
         self.line_ended = false;
@@ -276,14 +315,14 @@ impl ValueScanner {
             TagKind::ToolCall => {
                 let calls = matches!(follow, Follow::Tag(SeenTag { kind: TagKind::Function(_), is_known: true, .. }));
                 let is_end = calls && self.starts_call(tag.at);
-                self.open(OpenTag::Call, is_on_edge);
+                self.open(OpenTag::Call, tag.at, is_on_edge);
                 is_end
             }
             TagKind::Function(_) => {
                 let is_bare = tag.after != Some(TagKind::ToolCall);
                 let has_body = matches!(next, Some(TagKind::Parameter(_) | TagKind::EndFunction));
                 let is_end = is_bare && is_on_edge && has_body && tag.is_known && self.starts_call(tag.at);
-                self.open(OpenTag::Function, is_on_edge);
+                self.open(OpenTag::Function, tag.at, is_on_edge);
                 is_end
             }
             TagKind::Parameter(_) => {
@@ -301,37 +340,45 @@ impl ValueScanner {
     /// A call of a known tool starts at `at`. Returns true if the candidate is the end.
     fn starts_call(&mut self, at: usize) -> bool {
         if let Some(candidate) = &self.candidate {
-            let is_open = self.open.iter().any(|open| *open != OpenTag::Parameter);
-            return candidate.is_closed || !candidate.has_text || is_open;
+            return candidate.is_closed || !candidate.has_text || self.is_in_call();
         }
         self.suggest(at, CandidateKind::Call, true);
         false
     }
 
     fn start_parameter(&mut self, tag: &SeenTag, ends_line: bool) {
-        if ends_line && self.candidate.as_ref().is_none_or(EndCandidate::is_past_call) {
+        let is_next = ends_line || (tag.is_exact && tag.is_known && self.matched.is_some());
+        if is_next && self.candidate.as_ref().is_none_or(EndCandidate::is_past_call) {
             match self.matched.filter(|matched| !matched.is_in_call) {
                 Some(matched) => self.suggest(matched.at, CandidateKind::EndParameter, true),
                 None if tag.is_exact && tag.starts_line && tag.is_known => {
-                    self.suggest(tag.at, CandidateKind::Parameter, true);
+                    let is_repeated = tag.is_repeated;
+                    let kind = if is_repeated { CandidateKind::RepeatedParameter } else { CandidateKind::Parameter };
+                    self.suggest(tag.at, kind, true);
                 }
                 None => {}
             }
         }
-        self.open(OpenTag::Parameter, tag.starts_line);
+        self.open(OpenTag::Parameter, tag.at, tag.starts_line);
     }
 
-    fn open(&mut self, tag: OpenTag, is_on_edge: bool) {
+    fn open(&mut self, tag: OpenTag, at: usize, is_on_edge: bool) {
         if is_on_edge && self.open.len() < MAX_OPEN {
-            self.open.push(tag);
+            self.open.push((tag, at));
         }
     }
 
-    /// Closes the last open `tag`, and the tags that were opened after it. Returns false if there is none.
-    fn close(&mut self, tag: OpenTag) -> bool {
-        let last = self.open.iter().rposition(|open| *open == tag);
-        self.open.truncate(last.unwrap_or(self.open.len()));
-        last.is_some()
+    /// True if the value quotes the start of a call.
+    fn is_in_call(&self) -> bool {
+        self.open.iter().any(|(open, _)| *open != OpenTag::Parameter)
+    }
+
+    /// Closes the last open `tag`, and the tags that were opened after it. Returns the offset of the tag.
+    fn close(&mut self, tag: OpenTag) -> Option<usize> {
+        let last = self.open.iter().rposition(|(open, _)| *open == tag)?;
+        let at = self.open[last].1;
+        self.open.truncate(last);
+        Some(at)
     }
 
     /// Returns true if the candidate is the end.
@@ -343,15 +390,18 @@ impl ValueScanner {
             self.push_text();
             return false;
         }
-        if self.close(OpenTag::Parameter) {
-            self.matched = Some(MatchedEnd { at: tag.at, is_in_call: !self.open.is_empty() });
+        if let Some(opened_at) = self.close(OpenTag::Parameter) {
+            self.matched = Some(MatchedEnd { at: tag.at, opened_at, is_in_call: self.is_in_call() });
             return false;
         }
+        // The header and the end of this parameter are repeated around the value.
+        let encloses = self.matched.is_some_and(|matched| matched.opened_at == 0);
         let is_repeated = tag.after == Some(EndParameter);
         let is_second_end = next.is_some_and(|next| !matches!(next, ToolCall | Function(_)));
         let is_better = match &self.candidate {
             None => true,
             Some(first) if is_repeated && first.opens() && first.at > 0 => false,
+            Some(first) if is_repeated && first.kind == CandidateKind::RepeatedParameter && encloses => false,
             Some(first) if is_repeated && first.kind == CandidateKind::EndParameter && !first.is_closed => {
                 // A repeated tag, unless the first one is the value or ends a line of text.
                 let is_quoted = first.at == 0 || !first.starts_line;
@@ -375,7 +425,7 @@ impl ValueScanner {
         if !(if tag.is_exact { is_on_edge } else { follows_end || (ends_call && tag.starts_line) }) {
             return self.push_text();
         }
-        if self.close(if tag.kind == EndFunction { OpenTag::Function } else { OpenTag::Call }) {
+        if self.close(if tag.kind == EndFunction { OpenTag::Function } else { OpenTag::Call }).is_some() {
             let is_outer = self.open.is_empty();
             if let Some(candidate) = self.candidate.as_mut().filter(|candidate| candidate.opens() && is_outer) {
                 candidate.close();

@@ -51,6 +51,8 @@ const STRINGS: &[(&str, bool)] = &[
     ("<parameter=s>\n1\n</parameter>\n<parameter=n>\n2\n</parameter>\n", true),
     ("<function name=\"a\">\n  <parameter name=\"x\">1</parameter>\n</function>", true),
     ("<plugin>\n<parameter>v</parameter>\n</plugin>\n<Tool function={f}>\n</Tool>", true),
+    ("<parameter name='s' type=\"int\"/>\n<parameter name=\"n\" value=\"1\">", true),
+    ("<parameters>\n<parameter-group name=\"n\">\n<param=n>\n</parameters >", true),
 ];
 
 /// Texts and JSON of the other parameters.
@@ -93,9 +95,11 @@ fn write_parameter(
     is_plain: bool,
 ) -> bool {
     let after = if quotes || is_plain || value.contains('\n') || value.is_empty() { "\n" } else { line_feed(random) };
-    let is_repeated = !(quotes || is_plain) && random.below(12) == 0;
+    let is_repeated = !(quotes || is_plain) && random.below(8) == 0;
+    let (repeated, repeated_end) =
+        *random.pick(&[("", "</parameter>"), ("</parameter>\n", "</parameter>"), ("", "</parameter>\n</parameter>")]);
     let _ = match random.below(12) {
-        _ if is_repeated => write!(text, "<parameter={name}>\n<parameter={name}>\n"),
+        _ if is_repeated => write!(text, "<parameter={name}>\n{repeated}<parameter={name}>\n"),
         0 => write!(text, "<parameter=\"{name}\">{after}"),
         1 => write!(text, "<parameter = {name} >{after}"),
         _ if is_plain => writeln!(text, "<parameter={name}>"),
@@ -103,7 +107,9 @@ fn write_parameter(
         3 => writeln!(text, "<parameter={name}"),
         _ => write!(text, "<parameter={name}>{after}"),
     };
-    let close = if is_repeated || is_plain {
+    let close = if is_repeated {
+        repeated_end.into()
+    } else if is_plain {
         "</parameter>".into()
     } else {
         closing(
@@ -162,6 +168,20 @@ fn write_call(
         is_open |= write_parameter(random, text, (parameter, value), quotes, is_open);
         quoting |= quotes;
         arguments.insert(parameter.into(), serde_json::from_str(&json).expect("JSON"));
+    }
+    let is_filled = arguments.values().next_back().is_some_and(|value| value != "");
+    if let Some(parameter) =
+        arguments.keys().next_back().filter(|_| is_filled && !is_open && !quoting && random.below(8) == 0)
+    {
+        // The first value counts.
+        let _ = write!(text, "<parameter={parameter}>\nagain\n</parameter>\n");
+        is_open = true;
+    }
+    if is_last && !is_open && !quoting && !arguments.contains_key("n") && random.below(6) == 0 {
+        let tag = random.pick(&["<", "</", "</para", "</parameter", "<param", "</func", "</tool_ca"]);
+        let _ = write!(text, "<parameter=n>\n5\n{tag}");
+        arguments.insert("n".into(), 5.into());
+        return arguments;
     }
     let functions = &["</func>", "</ function>", "</function", "</functions>", "</function_invocation>"];
     let end = closing(random, "</function>", functions, !quoting && (!is_open || !is_last) && !arguments.is_empty());
@@ -222,6 +242,14 @@ fn broken_calls_have_expected_arguments() {
             let arguments = write_call(random, &mut text, name, call + 1 == calls, &mut is_plain);
             expected.push((name.to_owned(), Value::Object(arguments)));
         }
+        if random.below(6) == 0 {
+            text = text.replace('\n', "\r\n");
+            for (_, arguments) in &mut expected {
+                if let Some(Value::String(value)) = arguments.get_mut("s") {
+                    *value = value.replace('\n', "\r\n");
+                }
+            }
+        }
         let whole = pieces(in_reasoning, &tools, [text.as_str()], false);
         let characters: Vec<String> = text.chars().map(String::from).collect();
         let streamed = pieces(in_reasoning, &tools, characters.iter().map(String::as_str), false);
@@ -266,6 +294,136 @@ fn value_ends_where_its_tag_is_missing() {
     let next = "<function=f>\n<parameter=n>\n2\n</parameter>\n</function>\n</tool_call>";
     for body in [format!("<parameter=s>\n1\n<tool_call>\n{next}"), format!("<parameter=s>\n1\n{next}")] {
         assert_eq!(read(&body), ["0 f", r#"0 {"s":"1"}"#, "1 f", r#"1 {"n":2}"#], "{body}");
+    }
+}
+
+#[test]
+fn complete_json_ends_at_any_tag() {
+    for (body, arguments) in [
+        ("<parameter=n>\n1 <parameter=s>\nx\n</parameter>\n</function>", r#"{"n":1,"s":"x"}"#),
+        ("<parameter=n>\n1\n<parameter=n>\n2\n<parameter=o>\n{}\n</function>", r#"{"n":1,"o":{}}"#),
+        ("<parameter=b>true</function>\n</tool_call>", r#"{"b":true}"#),
+    ] {
+        assert_eq!(read(body), ["0 f".to_owned(), format!("0 {arguments}")], "{body}");
+    }
+    // Line feeds in a string of an object, and a tag before the end of the object.
+    let body = "<parameter=o>\n{'a': 'x\n</parameter>\n</function>\ny'}\n</parameter>\n</function>\n</tool_call>";
+    assert_eq!(read(body), ["0 f", r#"0 {"o":{"a": "x\n</parameter>\n</function>\ny"}}"#]);
+}
+
+#[test]
+fn repeated_header_opens_one_value() {
+    for (body, arguments) in [
+        ("<parameter=n>\n<parameter=n>\n5\n</parameter>\n</function>\n</tool_call>", r#"{"n":5}"#),
+        ("<parameter=n>\n<parameter=n>\n5\n</parameter>\n</parameter>\n</function>\n</tool_call>", r#"{"n":5}"#),
+        ("<parameter=n>\n</parameter>\n<parameter=n>\n5\n</parameter>\n</function>\n</tool_call>", r#"{"n":5}"#),
+        ("<parameter=n>\n\n</parameter>\n<parameter name=\"n\">\n5\n</parameter>\n</function>", r#"{"n":5}"#),
+        ("<parameter=n><parameter=n>5</parameter></parameter></function></tool_call>", r#"{"n":5}"#),
+        ("<parameter=s>\n<parameter=s>\nx\n</parameter>\n</parameter>\n</function>\n</tool_call>", r#"{"s":"x"}"#),
+        ("<parameter=s>\n</parameter>\n<parameter=s>\nx\n</parameter>\n</function>\n</tool_call>", r#"{"s":"x"}"#),
+        (
+            "<parameter=s>\n<parameter=s>\nx\ny\n</parameter>\n</parameter>\n<parameter=n>\n1\n</parameter>\n</function>",
+            r#"{"s":"x\ny","n":1}"#,
+        ),
+        ("<parameter=maybe>\n<parameter=maybe>\nnull\n</parameter>\n</parameter>\n</function>", r#"{"maybe":null}"#),
+        (
+            "<parameter=o>\n<parameter=o>\n{}\n</parameter>\n</parameter>\n<parameter=s>\nx\n</parameter>",
+            r#"{"o":{},"s":"x"}"#,
+        ),
+        ("<parameter=s>\n</parameter>\n<parameter=n>\n1\n</parameter>\n</function>", r#"{"s":"","n":1}"#),
+        ("<parameter=s>\n</parameter>\n</function>", r#"{"s":""}"#),
+        ("<parameter=s>\n</parameter>\n", r#"{"s":""}"#),
+    ] {
+        assert_eq!(read(body), ["0 f".to_owned(), format!("0 {arguments}")], "{body}");
+    }
+}
+
+#[test]
+fn repeated_parameter_keeps_its_first_value() {
+    for (body, arguments) in [
+        ("<parameter=n>\n1\n</parameter>\n<parameter=n>\n2\n</parameter>\n</function>", r#"{"n":1}"#),
+        ("<parameter=n>\n1\n<parameter=n>\n2\n</parameter>\n</function>", r#"{"n":1}"#),
+        ("<parameter=n>\n1\n</parameter>\n<parameter name='n'>\n2\n</parameter>\n</function>", r#"{"n":1}"#),
+        (
+            "<parameter=s>\na\n</parameter>\n<parameter=n>\n1\n</parameter>\n<parameter=s>\nb\n</parameter>\n</function>",
+            r#"{"s":"a","n":1}"#,
+        ),
+        ("<parameter=x>\na\n</parameter>\n<parameter=x>\nb\n</parameter>\n</function>", r#"{"x":"a"}"#),
+        ("<parameter=s>\na\n</parameter>\n<parameter=s>\nb", r#"{"s":"a"}"#),
+    ] {
+        assert_eq!(read(body), ["0 f".to_owned(), format!("0 {arguments}")], "{body}");
+    }
+}
+
+#[test]
+fn unfinished_tag_keeps_the_type_of_a_value() {
+    for (name, value) in [("n", "5"), ("o", "{\"a\": [1]}"), ("b", "true"), ("maybe", "null")] {
+        for tag in
+            ["\n<", "\n</", "\n</para", "\n</parameter", "</param", "\n<param", "\n</func", "\n  </tool_c", "\r\n</p"]
+        {
+            let body = format!("<parameter={name}>\n{value}{tag}");
+            assert_eq!(read(&body), ["0 f".to_owned(), format!("0 {{\"{name}\":{value}}}")], "{body:?}");
+        }
+    }
+    assert_eq!(read("<parameter=n>\nfive\n</para"), ["0 f", r#"0 {"n":"five\n</para"}"#]);
+}
+
+#[test]
+fn carriage_returns_around_tags_are_markup() {
+    let text = "so\n</think>\n\nOk.\n\n<tool_call>\n<function=f>\n<parameter=s>\ntwo\nlines\n</parameter>\n<parameter=n>\n5\n\
+                </parameter>\n<parameter=maybe>\nnull\n  </parameter\n<parameter=o\n{\"a\": 1}\n</parameter>\n</function>\n\
+                </tool_call>\n<function=f>\n<parameter=s>\nx\n</function>";
+    let arguments = r#"0 {"s":"two\r\nlines","n":5,"maybe":null,"o":{"a": 1}}"#;
+    let expected = ["R so", "C Ok.", "0 f", arguments, "1 f", r#"1 {"s":"x"}"#];
+    assert_eq!(whole(true, &text.replace('\n', "\r\n")), expected);
+    // After a plain line feed, a carriage return belongs to the value.
+    assert_eq!(read("<parameter=s>\na\r\nb\r\n</parameter>\n</function>"), ["0 f", r#"0 {"s":"a\r\nb\r"}"#]);
+    assert_eq!(read("<parameter=s>a\r\n</parameter>\r\n</function>"), ["0 f", r#"0 {"s":"a"}"#]);
+}
+
+#[test]
+fn tags_that_are_no_markup_of_the_tool_stay() {
+    for line in [
+        "<parameter name=\"x\">",
+        "<parameter name=\"n\">",
+        "<parameter name='s' type=\"int\"/>",
+        "<parameter=x>",
+        "<parameter>",
+        "<parameter n>",
+        "<parameters>",
+        "</parameter >",
+        "<function name=\"f\">",
+        "<function=h>",
+        "<function f>",
+        "<functions>",
+        "<tool_calls>",
+        "<param=n>",
+        "<parameter-group name=\"n\">",
+    ] {
+        for value in [
+            format!("{line}"),
+            format!("a\n{line}\nb"),
+            format!("{line}\nb"),
+            format!("a\n{line}"),
+            format!("a\n  {line} b\n{line}\nc"),
+        ] {
+            for rest in [
+                "",
+                "<parameter=n>\n1\n</parameter>\n",
+                "<parameter=n>1</parameter>\n",
+                "<parameter=o>\n{}\n</parameter>\n<parameter=n>\n1\n</parameter>\n",
+            ] {
+                let text = format!("<parameter=s>\n{value}\n</parameter>\n{rest}</function>\n</tool_call>");
+                let mut expected = json!({"s": value});
+                if rest.contains("=o>") {
+                    expected["o"] = json!({});
+                }
+                if !rest.is_empty() {
+                    expected["n"] = 1.into();
+                }
+                assert_eq!(answer(read(&text)).1, [("f".to_owned(), expected)], "{text}");
+            }
+        }
     }
 }
 
