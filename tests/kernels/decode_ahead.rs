@@ -176,32 +176,31 @@ fn fault_ahead_fails_one_request() {
 fn fault_ahead_spares_pages_and_snapshots() {
     let (mut model, control) = model(KvBits::Sixteen);
     let bytes = vec![7; model.info().snapshot_size.page.bytes(PAGE) as usize];
-    let mut spared = 0;
-    for (nth, work) in (0..6).flat_map(|nth| [0, 1, 2, 3].map(|work| (nth, work))) {
-        let (mut other, _) = start(&mut model, &PROMPT);
-        let kept = model.snapshot(&mut other).unwrap();
-        let page = model.make_page(bytes.clone()).unwrap();
-        let (mut state, id) = start(&mut model, &PROMPT);
-        control.lock().unwrap().calls.clear();
-        control.lock().unwrap().fault = Some(Plan { method: "commit", nth, fault: Fault::Fails });
-        let stepped = model.forward_with(&mut state, &[id], Rows::Last, &mut hooks(VOCAB));
-        let is_committed = control.lock().unwrap().calls.get("commit").is_some_and(|count| *count > nth);
-        if let (Ok(logits), true) = (stepped, is_committed) {
-            let next = state.ahead().unwrap();
-            assert_eq!(next, argmax(logits.row(0)));
+    let (mut other, id) = start(&mut model, &PROMPT);
+    control.lock().unwrap().calls.clear();
+    step(&mut model, &mut other, id, VOCAB);
+    let commits = control.lock().unwrap().calls["commit"];
+    for work in 0..4 {
+        // The last command buffers of a step are the pass ahead. Their number depends on the time that launches take.
+        let is_spared = |nth: usize| {
+            let [(mut other, _), (mut state, id)] = [(); 2].map(|()| start(&mut model, &PROMPT));
+            let kept = model.snapshot(&mut other).unwrap();
+            let page = model.make_page(bytes.clone()).unwrap();
+            control.lock().unwrap().calls.clear();
+            control.lock().unwrap().fault = Some(Plan { method: "commit", nth, fault: Fault::FailsAsleep });
+            let stepped = model.forward_with(&mut state, &[id], Rows::Last, &mut hooks(VOCAB));
             let done = match work {
                 0 => model.make_page(bytes.clone()).map(drop),
                 1 => model.read_page(&page).map(drop),
                 2 => Model::restore(&mut model, &kept, None).map(drop),
                 _ => model.snapshot(&mut other).map(drop),
             };
-            assert!(done.is_ok(), "commit {nth}, work {work}: {done:?}");
-            assert!(model.forward(&mut state, &[next], Rows::Last).is_err(), "commit {nth}, work {work}");
-            spared += 1;
-        }
-        control.lock().unwrap().fault = None;
+            let next = state.ahead().map(|id| model.forward(&mut state, &[id], Rows::Last));
+            control.lock().unwrap().fault = None;
+            stepped.is_ok() && done.is_ok() && next.is_some_and(|next| next.is_err())
+        };
+        assert!((0..40).map(|attempt| commits - 2 + attempt % 3).any(is_spared), "work {work}");
     }
-    assert!(spared >= 4, "the fault hit the pass ahead {spared} times");
 }
 
 #[test]
