@@ -21,6 +21,8 @@ pub struct MachineReport {
     /// Expert reads from the checkpoint's pack.
     pub packed: Measurements,
     pub device: DeviceFigures,
+    /// [`DeviceFigures::matrix_rate`], measured again after all runs.
+    pub matrix_rate_at_end: f64,
     pub runs: Vec<RunFigures>,
 }
 
@@ -107,12 +109,14 @@ impl DeviceFigures {
 
 impl fmt::Display for MachineReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { unpacked, packed, device, runs } = self;
+        let Self { unpacked, packed, device, matrix_rate_at_end, runs } = self;
         writeln!(f, "\nmemory")?;
         let memory = unpacked.bandwidth.memory / 1e9;
         let threads = unpacked.threads;
         writeln!(f, "  {memory:>7.1} GB/s  read by {threads} threads of the CPU")?;
         writeln!(f, "  {:>7.1} GB/s  of a 4-bit matrix, by the {}", device.matrix_rate / 1e9, device.kind)?;
+        let share = 100.0 * matrix_rate_at_end / device.matrix_rate;
+        writeln!(f, "  {:>7.1} GB/s  of the same matrix at the end, {share:.0} %", matrix_rate_at_end / 1e9)?;
         writeln!(f, "\ndisk, experts of 1.8 MB")?;
         for (name, measured) in [("checkpoint", unpacked), ("pack", packed)] {
             let how = if measured.direct { "past" } else { "through" };
