@@ -48,23 +48,23 @@ impl<D: Driver> DeviceChoice<D> {
     /// # Errors
     /// The GPU is required and was not found.
     pub fn of(found: Result<Option<CommandQueue<D>>, DeviceError>, is_required: bool) -> Result<Self, CommandError> {
-        let gpu = match found {
-            Ok(Some(gpu)) => match objections(gpu) {
-                (None, gpu) => Some(gpu),
-                (Some(wrong), gpu) if is_required => {
-                    tracing::warn!("--device {GPU_KIND} is used although its kernels failed the check: {wrong}");
-                    Some(gpu)
-                }
-                (Some(wrong), _) => {
-                    tracing::warn!("using the CPU, because the GPU failed the check (see `moestro doctor`): {wrong}");
-                    None
-                }
-            },
+        // An exception of Metal in the check is like one at opening.
+        let checked = found.and_then(|gpu| gpu.map(|gpu| device::catch_gpu_exception(|| objections(gpu))).transpose());
+        let gpu = match checked {
+            Ok(Some((None, gpu))) => Some(gpu),
+            Ok(Some((Some(wrong), gpu))) if is_required => {
+                tracing::warn!("--device {GPU_KIND} is used although its kernels failed the check: {wrong}");
+                Some(gpu)
+            }
+            Ok(Some((Some(wrong), _))) => {
+                tracing::warn!("using the CPU, because the GPU failed the check (see `moestro doctor`): {wrong}");
+                None
+            }
             Ok(None) if is_required => return Err(CommandError::Usage(format!("--device {GPU_KIND}: {NO_GPU}"))),
             Ok(None) => None,
             Err(error) if is_required => return Err(CommandError::Usage(format!("--device {GPU_KIND}: {error}"))),
             Err(error) => {
-                tracing::warn!("using the CPU, because the GPU cannot be opened: {error}");
+                tracing::warn!("using the CPU, because the GPU cannot be opened or checked: {error}");
                 None
             }
         };
@@ -120,7 +120,7 @@ fn objections<D: Driver>(gpu: CommandQueue<D>) -> (Option<String>, CommandQueue<
     let begin = Instant::now();
     let (found, gpu) = check::kernels(gpu);
     let name = gpu.driver.name();
-    let wrong: Vec<&Finding> = found.iter().filter(|finding| !finding.agrees()).collect();
+    let wrong: Vec<&Finding> = found.iter().filter(|finding| finding.is_fault()).collect();
     if wrong.is_empty() {
         let seconds = begin.elapsed().as_secs_f64();
         tracing::debug!("{}: all kernels agree with the CPU; compiling and comparing took {seconds:.2} s", name);

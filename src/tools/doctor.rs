@@ -37,8 +37,8 @@ pub fn run(args: &cli::tool_args::DoctorArgs, version: &str) -> Result<(), Comma
         return kernel_files::write(dir);
     }
     let gpu = open(args.any_gpu).map_err(|error| error.0).and_then(|gpu| gpu.ok_or_else(|| NO_GPU.into()));
-    let candles = open_candle_gpu().filter(|_| gpu.is_ok());
-    let mut report = examine(gpu, &[Some(Device::Cpu), candles].into_iter().flatten().collect::<Vec<_>>())?;
+    let devices = reference_devices(gpu.is_ok(), open_candle_gpu);
+    let mut report = examine(gpu, &devices)?;
     report.machine.version = version.into();
     let machine = args.report.then(|| measure_machine(&report, args.any_gpu));
     // The recovery check runs last and opens the GPU again, because macOS may refuse further GPU work of a program that
@@ -74,6 +74,13 @@ fn measure_machine(report: &DoctorReport, any_gpu: bool) -> Result<MachineReport
     let dir = os::cache_dir().unwrap_or_else(std::env::temp_dir).join("doctor-report");
     print_note("measuring this machine; it takes some minutes and 5 GB of disk, which are freed at the end");
     machine::measure(&open, wait, &ReportModels::like_35b(), &dir)
+}
+
+/// The devices of the reference implementation. Candle's GPU is opened only beside a GPU of ours, since Candle may abort
+/// the program on other GPUs, such as that of a virtual machine.
+fn reference_devices(has_gpu: bool, open: impl FnOnce() -> Option<Device>) -> Vec<Device> {
+    let gpu = if has_gpu { open() } else { None };
+    [Some(Device::Cpu), gpu].into_iter().flatten().collect()
 }
 
 fn open(any_gpu: bool) -> Result<Option<SystemGpu>, DeviceError> {
@@ -113,4 +120,16 @@ pub fn examine(
     let first = answers[0].ids.clone();
     answers.extend(candle.iter().map(|device| demo.by_reference(device, &first)));
     Ok(DoctorReport::new(processor, gpu, answers))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn candle_opens_no_gpu_without_ours() {
+        let devices = reference_devices(false, || panic!("Candle may abort the program"));
+        assert!(devices.len() == 1 && devices[0].is_cpu());
+        assert_eq!(reference_devices(true, || Some(Device::Cpu)).len(), 2);
+    }
 }

@@ -7,7 +7,7 @@ use crate::{
 };
 use moestro::{command::device_choice::DeviceChoice, tools::doctor};
 use moestro_compute::{
-    device::{CommandQueue, DeviceError, GPU_KIND},
+    device::{CommandQueue, DeviceError, Driver, GPU_KIND},
     ops::check,
 };
 use std::collections::BTreeSet;
@@ -119,12 +119,26 @@ fn doctor_report_of_a_faulty_gpu() {
 fn auto_selects_gpu_that_matches_cpu() {
     let sound = || Ok(Some(HostGpu::new(Host::fast()).queue()));
     let faulty = || Ok(Some(wrong("router")));
-    let name =
-        |found, asked| DeviceChoice::of(found, asked).map(|chosen| chosen.name()).map_err(|error| error.to_string());
+    fn name<D: Driver>(
+        found: Result<Option<CommandQueue<D>>, DeviceError>,
+        asked: bool,
+    ) -> Result<&'static str, String> {
+        DeviceChoice::of(found, asked).map(|chosen| chosen.name()).map_err(|error| error.to_string())
+    }
     assert_eq!((name(sound(), false), name(sound(), true)), (Ok(GPU_KIND), Ok(GPU_KIND)));
     // A GPU that the user selected by name is used although it is faulty. `auto` selects the CPU.
     assert_eq!((name(faulty(), false), name(faulty(), true)), (Ok("cpu"), Ok(GPU_KIND)));
-    let broken = || Err(DeviceError("no queue".into()));
-    assert_eq!((name(broken(), false), name(Ok(None), false)), (Ok("cpu"), Ok("cpu")));
+    // A kernel that no model launches on this device does not refuse it.
+    for (kernel, expected) in [("attention_decode_tiles", GPU_KIND), ("dequantize", GPU_KIND), ("router", "cpu")] {
+        let double = Double::new(Host::fast());
+        {
+            let control = double.control();
+            let mut control = control.lock().unwrap();
+            (control.broken_kernel, control.halves) = (Some(kernel), true);
+        }
+        assert_eq!(name(Ok(Some(CommandQueue::new(double))), false), Ok(expected), "{kernel}");
+    }
+    let broken = || Err::<Option<CommandQueue<HostGpu>>, _>(DeviceError("no queue".into()));
+    assert_eq!((name(broken(), false), name::<HostGpu>(Ok(None), false)), (Ok("cpu"), Ok("cpu")));
     assert_eq!(name(broken(), true), Err(format!("--device {GPU_KIND}: no queue")));
 }

@@ -3,16 +3,20 @@
 //! The command buffers of the double run some time after they are committed, on the kernels compiled for the host, in
 //! any order that barriers and fences allow. A call that Metal forbids or leaves undefined fails the test. A test can
 //! make any call fail, and can give the double its own memory, like an NVIDIA GPU that recovers from failures.
+//!
+//! Like Metal, the double reads a segment only if a residency set contains it or the command buffer names it, and its
+//! command buffers keep no pipeline alive.
 
 use crate::host::Host;
 use moestro_compute::device::{
-    Binding, BufferAccess, CommandStatus, DeviceError, Driver, Launch, Region, SkipUse, Slab,
+    Binding, BufferAccess, CommandStatus, DeviceError, Driver, Launch, Region, ResidencySet, ResidencySets, SkipUse,
+    Slab,
 };
 use std::{
     cell::RefCell,
     collections::{BTreeMap, BTreeSet},
     ops::Range,
-    sync::{Arc, Mutex},
+    sync::{Arc, Mutex, Weak},
     time::Duration,
 };
 use test_support::mutate::Dice;
@@ -49,6 +53,8 @@ pub struct Double(RefCell<Inner>);
 #[derive(Default)]
 pub struct Control {
     pub fault: Option<Plan>,
+    /// Number of further calls in which the fault occurs.
+    pub repeats: usize,
     /// Number of calls of each method.
     pub calls: BTreeMap<&'static str, usize>,
     /// If set, the random order of execution changes to this seed.
@@ -61,10 +67,41 @@ pub struct Control {
     pub message: Option<&'static str>,
     /// Maximum number of threads in a threadgroup, for every kernel. The default is 1024.
     pub max_threads: Option<u32>,
+    /// A kernel that does not compile.
+    pub broken_kernel: Option<&'static str>,
+    /// Number of residency sets after which the double refuses to create one.
+    pub max_sets: Option<usize>,
+    /// True if the double drops the pipeline of [`Driver::encode_fault`] at once, which is an error.
+    pub drops_pipeline: bool,
+}
+
+/// A residency set: the numbers of its buffers.
+#[derive(Clone, Default)]
+struct BufferSet {
+    buffers: Arc<Mutex<BTreeSet<u32>>>,
+    control: Shared,
+}
+
+impl ResidencySet for BufferSet {
+    type Buffer = u32;
+
+    fn insert(&self, buffer: &u32) {
+        assert!(self.buffers.lock().unwrap().insert(*buffer), "buffer {buffer} is in the set already");
+    }
+
+    fn remove(&self, buffer: &u32) {
+        assert!(self.buffers.lock().unwrap().remove(buffer), "buffer {buffer} is not in the set");
+    }
+
+    fn request_residency(&self) {
+        *self.control.lock().unwrap().calls.entry("residency").or_default() += 1;
+    }
 }
 
 pub type Shared = Arc<Mutex<Control>>;
 
+/// The working set of the double, from which the size of a residency set follows. The small models need several sets.
+const WORKING_SET: u64 = 1 << 20;
 /// The name of a launch that uploads the bytes of its only binding.
 const UPLOAD: &str = "upload";
 
@@ -75,6 +112,10 @@ struct Inner {
     /// Adopted buffers whose addresses were requested. Kernels read these buffers through tables.
     addressed: BTreeSet<u32>,
     lengths: BTreeMap<u32, usize>,
+    residency: ResidencySets<BufferSet>,
+    /// Number of the residency set of each buffer.
+    sets: BTreeMap<u32, Option<usize>>,
+    pipelines: BTreeMap<&'static str, Arc<()>>,
     /// The number of the open command buffer.
     open: Option<u64>,
     begun: u64,
@@ -96,6 +137,10 @@ pub struct Commands {
     segments: Vec<Vec<Launch>>,
     fault: Option<Fault>,
     status: CommandStatus,
+    pipelines: Vec<Weak<()>>,
+    /// Adopted buffers outside the residency sets that the command buffer names. `None` before the first launch with a
+    /// table.
+    named: Option<BTreeSet<u32>>,
 }
 
 fn overlap(a: Region, b: Region) -> bool {
@@ -111,6 +156,9 @@ impl Double {
             slabs: BTreeMap::new(),
             addressed: BTreeSet::new(),
             lengths: BTreeMap::new(),
+            residency: ResidencySets::new(WORKING_SET),
+            sets: BTreeMap::new(),
+            pipelines: BTreeMap::new(),
             open: None,
             begun: 0,
             buffers: Vec::new(),
@@ -136,7 +184,9 @@ impl Inner {
         let count = control.calls.entry(method).or_default();
         *count += 1;
         let count = *count;
-        control.fault.filter(|plan| plan.method == method && plan.nth + 1 == count).map(|plan| plan.fault)
+        let repeats = control.repeats;
+        let is_met = |plan: &Plan| plan.method == method && (plan.nth + 1..=plan.nth + 1 + repeats).contains(&count);
+        control.fault.filter(is_met).map(|plan| plan.fault)
     }
 
     fn refused(&mut self, method: &'static str) -> Result<(), DeviceError> {
@@ -169,6 +219,8 @@ impl Inner {
             return false;
         }
         let index = ready[self.random.below(ready.len())];
+        let has_pipelines = self.buffers[index].pipelines.iter().all(|pipeline| pipeline.strong_count() > 0);
+        assert!(has_pipelines, "a pipeline was dropped while a command buffer may use it");
         let left: usize = self.buffers[index].segments.iter().map(Vec::len).sum();
         let fault = self.buffers[index].fault;
         let fails = matches!(fault, Some(Fault::Fails | Fault::FailsAsleep | Fault::Banned)) || self.banned;
@@ -190,11 +242,30 @@ impl Inner {
         };
         let choice = self.random.below(count);
         let launch = self.buffers[index].segments[0].swap_remove(choice);
-        self.execute(&launch);
+        let named = self.buffers[index].named.clone();
+        self.execute(&launch, named.as_ref());
         true
     }
 
-    fn execute(&mut self, launch: &Launch) {
+    /// Adds a buffer to a residency set, if the double has one for it.
+    fn make_resident(&mut self, buffer: u32, bytes: usize) {
+        let max = self.control.lock().unwrap().max_sets.unwrap_or(usize::MAX);
+        let count = self.residency.sets().len();
+        let create = || (count < max).then(|| BufferSet { control: self.control.clone(), ..BufferSet::default() });
+        let set = self.residency.add(&buffer, bytes as u64, create);
+        self.sets.insert(buffer, set);
+    }
+
+    /// The pipeline of a kernel.
+    fn pipeline(&mut self, kernel: &'static str) -> Result<Weak<()>, DeviceError> {
+        if self.control.lock().unwrap().broken_kernel == Some(kernel) {
+            return Err(DeviceError(format!("{kernel} does not compile")));
+        }
+        Ok(Arc::downgrade(self.pipelines.entry(kernel).or_default()))
+    }
+
+    /// Executes a launch. `named` are the buffers outside the residency sets that the command buffer names.
+    fn execute(&mut self, launch: &Launch, named: Option<&BTreeSet<u32>>) {
         if std::thread::panicking() {
             return; // The program may have exited.
         }
@@ -212,6 +283,8 @@ impl Inner {
         }
         if !own_memory && launch.bindings.iter().any(|binding| binding.is_table) {
             for buffer in self.addressed.clone() {
+                let is_named = named.is_some_and(|named| named.contains(&buffer));
+                assert!(is_named || self.sets[&buffer].is_some(), "segment {buffer} is not resident");
                 self.refresh(Region { buffer, offset: 0, len: self.lengths[&buffer] });
             }
         }
@@ -273,8 +346,10 @@ impl Driver for Double {
     }
 
     fn compile(&mut self) -> Vec<(String, Option<DeviceError>)> {
-        match self.0.get_mut().refused("compile") {
-            Ok(()) => Vec::new(),
+        let inner = self.0.get_mut();
+        let broken = inner.control.lock().unwrap().broken_kernel;
+        match inner.refused("compile") {
+            Ok(()) => broken.map(|kernel| (kernel.into(), inner.pipeline(kernel).err())).into_iter().collect(),
             Err(error) => vec![("kernels/some.metal".into(), Some(error))],
         }
     }
@@ -283,6 +358,9 @@ impl Driver for Double {
         let inner = self.0.get_mut();
         match inner.called("max_threads") {
             Some(fault) => Err(DeviceError(format!("{kernel}: {fault:?}"))),
+            None if inner.control.lock().unwrap().broken_kernel == Some(kernel) => {
+                Err(DeviceError(format!("{kernel} does not compile")))
+            }
             None => Ok(inner.control.lock().unwrap().max_threads.unwrap_or(1024)),
         }
     }
@@ -294,6 +372,7 @@ impl Driver for Double {
         assert_eq!(region.buffer, buffer, "buffers are counted");
         inner.host.write(region, &vec![0; bytes]);
         inner.lengths.insert(buffer, bytes);
+        inner.make_resident(buffer, bytes);
         Ok(())
     }
 
@@ -308,6 +387,7 @@ impl Driver for Double {
         }
         inner.lengths.insert(buffer, range.len());
         inner.slabs.insert(buffer, (slab.clone(), range.start));
+        inner.make_resident(buffer, range.len());
         Ok(())
     }
 
@@ -326,7 +406,10 @@ impl Driver for Double {
         assert!(!is_addressed || !inner.reads_tables(), "segment {buffer} is freed while a launch may read it");
         let whole = Region { buffer, offset: 0, len: usize::MAX / 2 };
         assert_eq!(inner.in_flight(whole), None, "buffer {buffer} is freed while it is used");
-        assert!(inner.lengths.remove(&buffer).is_some(), "buffer {buffer} is freed twice");
+        let Some(bytes) = inner.lengths.remove(&buffer) else { panic!("buffer {buffer} is freed twice") };
+        if let Some(Some(set)) = inner.sets.remove(&buffer) {
+            inner.residency.remove(set, &buffer, bytes as u64);
+        }
         inner.slabs.remove(&buffer);
         inner.host.drop_buffer(buffer);
     }
@@ -355,7 +438,9 @@ impl Driver for Double {
         inner.begun += 1;
         inner.open = Some(inner.begun);
         let (number, segments) = (inner.begun, vec![Vec::new()]);
-        Ok(Commands { number, value: 0, fenced, segments, fault: None, status: CommandStatus::Pending })
+        let pipelines = Vec::new();
+        let status = CommandStatus::Pending;
+        Ok(Commands { number, value: 0, fenced, segments, fault: None, status, pipelines, named: None })
     }
 
     fn barrier(&mut self, open: &mut Commands) {
@@ -372,6 +457,11 @@ impl Driver for Double {
         assert!(*threads > 0 && threads.is_multiple_of(32) && *threads <= 1024, "{kernel}: {threads} threads");
         assert!(grid.iter().all(|n| *n > 0), "{kernel}: an empty grid");
         bindings.iter().for_each(|binding| inner.inside(binding.region));
+        open.pipelines.push(inner.pipeline(kernel)?);
+        if bindings.iter().any(|binding| binding.is_table) && open.named.is_none() {
+            let outside = inner.slabs.keys().filter(|buffer| inner.sets[buffer].is_none());
+            open.named = Some(outside.copied().collect());
+        }
         open.segments.last_mut().unwrap().push(launch.clone());
         inner.idle();
         Ok(())
@@ -406,7 +496,12 @@ impl Driver for Double {
     }
 
     fn encode_fault(&mut self, open: &mut Commands) -> Result<(), DeviceError> {
-        self.0.get_mut().refused("encode_fault")?;
+        let inner = self.0.get_mut();
+        inner.refused("encode_fault")?;
+        open.pipelines.push(inner.pipeline("fault")?);
+        if inner.control.lock().unwrap().drops_pipeline {
+            inner.pipelines.remove("fault");
+        }
         open.fault = Some(Fault::Fails);
         Ok(())
     }
@@ -451,8 +546,7 @@ impl Driver for Double {
     }
 
     fn residency_request(&mut self) -> Option<Box<dyn Fn() + Send>> {
-        let control = self.control();
-        Some(Box::new(move || *control.lock().unwrap().calls.entry("residency").or_default() += 1))
+        Some(Box::new(self.0.get_mut().residency.request()))
     }
 
     fn leak_buffers(&mut self) {

@@ -139,6 +139,27 @@ fn segments_are_adopted_as_they_fill() {
     assert_eq!(count("adopt"), weights + 6, "all experts are in memory");
 }
 
+#[test]
+fn model_answers_with_refused_residency_sets() {
+    let expected = expected(true);
+    for max_sets in [0, 1, 2] {
+        let double = Double::new(Host::fast());
+        let control = double.control();
+        control.lock().unwrap().max_sets = Some(max_sets);
+        let mut model = move_to(load_segments(true, 1), double);
+        assert!(answer(&mut model).unwrap() == expected, "{max_sets} sets");
+    }
+}
+
+/// The other tests of the double prove nothing about pipelines if the double does not find this.
+#[test]
+#[should_panic(expected = "a pipeline was dropped")]
+fn double_finds_a_dropped_pipeline() {
+    let double = Double::new(Host::fast());
+    double.control().lock().unwrap().drops_pipeline = true;
+    let _ = CommandQueue::new(double).inject_fault();
+}
+
 /// Releases the segments of a resident model and restores them, with another order of launches in each round.
 fn release_and_restore(rounds: u64) {
     let (expected, (mut model, count, control)) = (expected(false), segmented(false, false));

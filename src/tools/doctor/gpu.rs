@@ -81,5 +81,5 @@ pub fn recover(mut gpu: CommandQueue<impl Driver>) -> Option<Finding> {
 
 fn finding(name: &str, outcome: Result<bool, DeviceError>) -> Finding {
     let outcome = outcome.map(|right| (if right { 0.0 } else { f64::INFINITY }, 0.0)).map_err(|error| error.0);
-    Finding { name: name.into(), outcome }
+    Finding::new(name.into(), outcome)
 }

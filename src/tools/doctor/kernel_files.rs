@@ -35,12 +35,13 @@ mod tests {
         // `compile` also compiles the variant without tiles if the compiler rejects the variant with tiles. This
         // compiler rejects all variants.
         let mut compiled = Vec::new();
-        kernels::compile(|name, text, tiles| {
+        let result = kernels::compile::<()>(false, |name, text, tiles| {
             let file = if tiles { format!("{name}.metal") } else { format!("{name}.no-tiles.metal") };
             assert!(printed(&file) == kernels::metal_source(text, tiles), "{file}");
             compiled.push(file);
-            if tiles { Err(String::new()) } else { Ok(()) }
+            if tiles { Err(String::new()) } else { Ok(Vec::new()) }
         });
+        assert!(!result.has_tiles);
         assert_eq!(compiled.len(), 2 * kernels::FILES.len());
         assert_eq!(fs::read_dir(&out).unwrap().count(), compiled.len() + 1, "and fault.metal");
         assert_eq!(printed("fault.metal"), kernels::METAL_FAULT);

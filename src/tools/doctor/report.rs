@@ -94,7 +94,7 @@ impl DoctorReport {
         let wrong = Vec::new();
         let mut report = Self { machine, processor, gpu, question, answers, recovery: None, wrong };
         let kernels = report.gpu.iter().flat_map(|gpu| &gpu.kernels);
-        let findings = report.processor.iter().chain(kernels).filter(|finding| !finding.agrees());
+        let findings = report.processor.iter().chain(kernels).filter(|finding| finding.is_fault());
         let answers = report.answers.iter().filter(|answer| report.verdict(answer) != AnswerVerdict::Same);
         report.wrong = findings
             .map(|finding| finding.name.clone())
@@ -189,7 +189,8 @@ fn table(f: &mut fmt::Formatter<'_>, findings: &[Finding]) -> fmt::Result {
                 let verdict = if finding.agrees() { "" } else { "  WRONG" };
                 writeln!(f, "  {name:<24} off by {difference:.1e}, allowed {allowed:.0e}{verdict}")?;
             }
-            Err(error) => writeln!(f, "  {name:<24} FAILED: {error}")?,
+            Err(error) if finding.is_used => writeln!(f, "  {name:<24} FAILED: {error}")?,
+            Err(error) => writeln!(f, "  {name:<24} failed, but no model uses it on this GPU: {error}")?,
         }
     }
     Ok(())

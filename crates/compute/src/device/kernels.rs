@@ -1,5 +1,8 @@
 //! Source text of the kernels, embedded in the binary. Metal or NVRTC compiles this text at run time.
 
+use super::DeviceError;
+use std::collections::BTreeMap;
+
 /// A kernel file. Before compilation, the shim, `quant.metal` and usually `tiles.metal` (see [`compile`]) are inserted at
 /// the start of the text.
 #[derive(Clone, Copy)]
@@ -75,13 +78,53 @@ pub fn metal_source(text: &str, tiles: bool) -> String {
     }
 }
 
+/// True if models launch this kernel on a GPU. An error in another kernel does not make the GPU unusable.
+pub fn is_used(kernel: &str, has_own_memory: bool) -> bool {
+    match kernel {
+        // Only tests and `moestro doctor` launch it.
+        "dequantize" => false,
+        "attention_decode_tiles" => has_own_memory,
+        _ => true,
+    }
+}
+
+/// The kernels of a file, each with its pipeline or the compiler's message.
+pub type FileKernels<P> = Vec<(String, Result<P, String>)>;
+
 /// Result of compiling all files.
-pub struct CompiledKernels<L> {
-    pub libraries: Vec<L>,
-    /// Files that did not compile, each with the compiler's log.
+pub struct CompiledKernels<P> {
+    pub pipelines: BTreeMap<String, P>,
+    /// Files and kernels that did not compile, each with the compiler's message.
     pub refused: Vec<(String, String)>,
-    /// True if the libraries contain the kernels that need matrix units.
+    /// True if the kernels that need matrix units have compiled.
     pub has_tiles: bool,
+}
+
+impl<P> CompiledKernels<P> {
+    /// Number of errors that concern a model.
+    fn errors(&self, has_own_memory: bool) -> usize {
+        self.refused.iter().filter(|(what, _)| is_used(what, has_own_memory)).count()
+    }
+
+    /// The pipeline of a kernel. A command buffer in flight may use it, so it must not be dropped before the device.
+    ///
+    /// # Errors
+    /// The kernel does not exist or did not compile.
+    pub fn pipeline(&self, kernel: &str) -> Result<&P, DeviceError> {
+        self.pipelines.get(kernel).ok_or_else(|| match self.refused.iter().find(|(what, _)| what == kernel) {
+            Some((_, why)) => DeviceError(format!("kernel {kernel}: {why}")),
+            None => {
+                let refused: Vec<&str> = self.refused.iter().map(|(what, _)| what.as_str()).collect();
+                DeviceError(format!("there is no kernel {kernel}; did not compile: [{}]", refused.join(", ")))
+            }
+        })
+    }
+
+    /// The name of each kernel, and of each file that did not compile, with the error if there is one.
+    pub fn outcomes(&self) -> Vec<(String, Option<DeviceError>)> {
+        let refused = self.refused.iter().map(|(what, log)| (what.clone(), Some(DeviceError(log.clone()))));
+        refused.chain(self.pipelines.keys().map(|kernel| (kernel.clone(), None))).collect()
+    }
 }
 
 /// Name and complete source of every file for Metal, for `moestro doctor --print-kernels`.
@@ -89,28 +132,37 @@ pub fn metal_sources(tiles: bool) -> impl Iterator<Item = (&'static str, String)
     FILES.into_iter().map(move |file| (file.name, metal_source(file.text, tiles)))
 }
 
-/// Compiles all files with `compile_file(name, text, with_tiles)`.
+/// Compiles all files with `compile_file(name, text, with_tiles)`, which also creates the pipelines.
 ///
-/// If a file does not compile, compiles all files again without `tiles.metal`. A GPU whose compiler does not support
-/// matrix units can then run all other kernels.
-pub fn compile<L>(mut compile_file: impl FnMut(&str, &str, bool) -> Result<L, String>) -> CompiledKernels<L> {
+/// If a file or a pipeline fails that models use, compiles all files again without `tiles.metal`. A GPU whose compiler
+/// does not support matrix units can then run all other kernels.
+pub fn compile<P>(
+    has_own_memory: bool,
+    mut compile_file: impl FnMut(&str, &str, bool) -> Result<FileKernels<P>, String>,
+) -> CompiledKernels<P> {
     let mut compile_all = |has_tiles| {
-        let mut compiled = CompiledKernels { libraries: Vec::new(), refused: Vec::new(), has_tiles };
+        let mut compiled = CompiledKernels { pipelines: BTreeMap::new(), refused: Vec::new(), has_tiles };
         for KernelFile { name, text, .. } in FILES {
-            match compile_file(name, text, has_tiles) {
-                Ok(library) => compiled.libraries.push(library),
-                Err(log) => compiled.refused.push((format!("kernels/{name}.metal"), log)),
+            let kernels = compile_file(name, text, has_tiles).unwrap_or_else(|log| {
+                compiled.refused.push((format!("kernels/{name}.metal"), log));
+                Vec::new()
+            });
+            for (kernel, pipeline) in kernels {
+                match pipeline {
+                    Ok(pipeline) => drop(compiled.pipelines.insert(kernel, pipeline)),
+                    Err(log) => compiled.refused.push((kernel, log)),
+                }
             }
         }
         compiled
     };
     let first = compile_all(true);
-    let Some((file, log)) = first.refused.first() else { return first };
+    let Some((what, log)) = first.refused.iter().find(|(what, _)| is_used(what, has_own_memory)) else { return first };
     let second = compile_all(false);
-    if second.refused.len() >= first.refused.len() {
+    if second.errors(has_own_memory) >= first.errors(has_own_memory) {
         return first;
     }
-    tracing::warn!(file, log, "matrix-unit kernels do not compile; prompts use the slower kernels");
+    tracing::warn!(what, log, "matrix-unit kernels do not compile; prompts use the slower kernels");
     second
 }
 
@@ -121,17 +173,41 @@ mod tests {
     #[test]
     fn compile_retries_without_tiles() {
         let all = FILES.len();
-        let compiled = |rejects: fn(&str, bool) -> bool| {
-            let made = compile(|name, _, tiles| {
-                if rejects(name, tiles) { Err(format!("line 1 of {name}")) } else { Ok((name.to_string(), tiles)) }
+        // Each file has a kernel of its name, and with tiles a second kernel.
+        let compiled = |rejects_file: fn(&str, bool) -> bool, rejects_kernel: fn(&str) -> bool| {
+            let made = compile(false, |name, _, tiles| {
+                if rejects_file(name, tiles) {
+                    return Err(format!("line 1 of {name}"));
+                }
+                let kernels = [Some(name.to_string()), tiles.then(|| format!("{name}_tiles"))];
+                let pipeline = |kernel: String| match rejects_kernel(&kernel) {
+                    true => (kernel, Err("no registers".to_string())),
+                    false => (kernel, Ok(tiles)),
+                };
+                Ok(kernels.into_iter().flatten().map(pipeline).collect())
             });
-            assert!(made.libraries.iter().all(|(_, tiles)| *tiles == made.has_tiles));
-            (made.libraries.len(), made.refused.len(), made.has_tiles)
+            assert!(made.pipelines.values().all(|tiles| *tiles == made.has_tiles));
+            assert_eq!(made.outcomes().len(), made.pipelines.len() + made.refused.len());
+            (made.pipelines.len(), made.refused.len(), made.has_tiles)
         };
-        assert_eq!(compiled(|_, _| false), (all, 0, true));
-        assert_eq!(compiled(|_, tiles| tiles), (all, 0, false));
+        let none = |_: &str| false;
+        assert_eq!(compiled(|_, _| false, none), (2 * all, 0, true));
+        assert_eq!(compiled(|_, tiles| tiles, none), (all, 0, false));
         // An error in another file does not remove the matrix-unit kernels.
-        assert_eq!(compiled(|name, _| name == "router"), (all - 1, 1, true));
-        assert_eq!(compiled(|name, tiles| tiles || name == "router"), (all - 1, 1, false));
+        assert_eq!(compiled(|name, _| name == "router", none), (2 * all - 2, 1, true));
+        assert_eq!(compiled(|name, tiles| tiles || name == "router", none), (all - 1, 1, false));
+        // The compiler's back end may fail, too. It creates the pipelines.
+        assert_eq!(compiled(|_, _| false, |kernel| kernel == "linear_tiles"), (all, 0, false));
+        assert_eq!(compiled(|_, _| false, |kernel| kernel == "router"), (2 * all - 1, 1, true));
+        // A kernel that models do not use on this device does not count.
+        let unused = |own: bool| {
+            compile(own, |_, _, tiles| {
+                let refused = tiles.then(|| ("attention_decode_tiles".to_string(), Err("no registers".to_string())));
+                Ok(refused.into_iter().chain([("router".to_string(), Ok(()))]).collect())
+            })
+        };
+        assert!(unused(false).has_tiles && !unused(true).has_tiles);
+        assert!(unused(false).pipeline("attention_decode_tiles").unwrap_err().0.contains("no registers"));
+        assert!(unused(false).pipeline("router").is_ok() && unused(false).pipeline("none").is_err());
     }
 }

@@ -11,10 +11,10 @@
 //! itself. Our threads have no autorelease pool, so every call that may create autoreleased objects opens a pool.
 
 mod library;
-mod residency_sets;
+mod resident_buffers;
 
 use super::{
-    CommandStatus, DeviceError, Driver, Launch, Region, Slab,
+    CommandStatus, DeviceError, Driver, Launch, Region, ResidencySets, Slab,
     error::{explain, fail},
 };
 use candle_metal_kernels::{
@@ -31,8 +31,11 @@ use objc2_metal::{
     MTLComputeCommandEncoder, MTLComputePipelineState, MTLDevice, MTLDispatchType, MTLEvent, MTLFence, MTLGPUFamily,
     MTLResource, MTLResourceUsage, MTLSharedEvent, MTLSize,
 };
-use residency_sets::ResidencySets;
-use std::{collections::BTreeMap, ffi::c_void, mem, ops::Range, ptr::NonNull, sync::Arc, time::Duration};
+use resident_buffers::ResidentBuffers;
+use std::{
+    collections::BTreeMap, ffi::c_void, mem, ops::Range, panic::AssertUnwindSafe, ptr::NonNull, sync::Arc,
+    time::Duration,
+};
 
 // Without CoreGraphics, the system returns no default GPU to a program without a window.
 #[link(name = "CoreGraphics", kind = "framework")]
@@ -45,7 +48,7 @@ const PAGE: usize = 16384;
 pub struct Metal {
     device: Device,
     queue: MetalQueue,
-    residency: Option<ResidencySets>,
+    residency: Option<ResidencySets<ResidentBuffers>>,
     library: MetalLibrary,
     buffers: BTreeMap<u32, MetalBuffer>,
 }
@@ -59,8 +62,7 @@ struct MetalQueue {
 
 /// A command buffer that is being encoded.
 pub struct MetalEncoder {
-    /// True after [`Metal::use_tables`] has made adopted buffers resident for this command buffer. Used only on systems
-    /// without residency sets.
+    /// True after [`Metal::use_tables`] has made adopted buffers resident for this command buffer.
     has_tables: bool,
     commands: Retained<ProtocolObject<dyn MTLCommandBuffer>>,
     encoder: Retained<ProtocolObject<dyn MTLComputeCommandEncoder>>,
@@ -79,7 +81,7 @@ unsafe impl Send for MetalCommands {}
 
 struct MetalBuffer {
     buffer: Buffer,
-    /// Index of the residency set that contains the buffer.
+    /// Number of the residency set that contains the buffer. `None` if no set does.
     set: Option<usize>,
     /// The slab whose memory the buffer uses. The reference to the slab keeps the memory mapped. `None` if the buffer
     /// was not adopted.
@@ -93,20 +95,28 @@ impl Drop for MetalEncoder {
     }
 }
 
-/// True on macOS 15 and later with a GPU.
+/// Runs `work` and turns an Objective-C exception into an error.
+pub fn catch_exception<R>(work: impl FnOnce() -> R) -> Result<R, DeviceError> {
+    objc2::exception::catch(AssertUnwindSafe(work)).map_err(|exception| {
+        let what = exception.map_or_else(|| "no description".into(), |exception| exception.to_string());
+        DeviceError(format!("Metal has thrown an exception: {what}"))
+    })
+}
+
+/// True on macOS 15 and later with a GPU whose residency sets work.
 pub fn has_residency_sets() -> bool {
-    AnyClass::get(c"MTLResidencySetDescriptor").is_some() && Device::system_default().is_some()
+    Device::system_default().is_some_and(|device| ResidentBuffers::are_supported(&device))
 }
 
 impl MetalQueue {
-    fn new(device: &Device, residency: Option<&ResidencySets>) -> Result<Self, DeviceError> {
+    fn new(device: &Device, residency: Option<&ResidencySets<ResidentBuffers>>) -> Result<Self, DeviceError> {
         let raw = device.as_ref();
         let (Some(commands), Some(fence), Some(event)) = (raw.newCommandQueue(), raw.newFence(), raw.newSharedEvent())
         else {
             return fail("Metal cannot create a command queue, a fence or an event");
         };
         if let Some(residency) = residency {
-            residency.add_to(&commands);
+            residency.sets().iter().for_each(|set| set.add_to(&commands));
         }
         Ok(Self { commands, fence, event })
     }
@@ -135,7 +145,8 @@ impl Metal {
             )));
         }
         let library = MetalLibrary::new(&device);
-        let residency = ResidencySets::new(&device);
+        let working_set = device.recommended_max_working_set_size() as u64;
+        let residency = ResidentBuffers::are_supported(&device).then(|| ResidencySets::new(working_set));
         if residency.is_none() {
             tracing::warn!(
                 "before macOS 15, every command buffer must make its memory resident again; large models will be slow"
@@ -146,17 +157,18 @@ impl Metal {
     }
 
     fn add_buffer(&mut self, number: u32, buffer: Buffer, slab: Option<Arc<Slab>>) {
-        let set = self.residency.as_mut().map(|sets| sets.add(&buffer, &self.queue.commands));
+        let create_set = || ResidentBuffers::create(&self.device, &self.queue.commands);
+        let sets = self.residency.as_mut();
+        let set = sets.and_then(|sets| sets.add(&buffer, buffer.length() as u64, create_set));
         self.buffers.insert(number, MetalBuffer { buffer, set, slab });
     }
 
-    /// Makes all adopted buffers resident for this command buffer. Does nothing on systems with residency sets, which
-    /// keep buffers resident for every command buffer.
+    /// Makes those adopted buffers resident for this command buffer that no residency set keeps resident.
     fn use_tables(&self, open: &mut MetalEncoder) {
-        if self.residency.is_some() || std::mem::replace(&mut open.has_tables, true) {
+        if std::mem::replace(&mut open.has_tables, true) {
             return;
         }
-        for memory in self.buffers.values().filter(|memory| memory.slab.is_some()) {
+        for memory in self.buffers.values().filter(|memory| memory.slab.is_some() && memory.set.is_none()) {
             let resource: &ProtocolObject<dyn MTLResource> = ProtocolObject::from_ref(memory.buffer.as_ref());
             open.encoder.useResource_usage(resource, MTLResourceUsage::Read);
         }
@@ -245,7 +257,7 @@ impl Driver for Metal {
         autoreleasepool(|_| {
             let Some(memory) = self.buffers.remove(&number) else { return };
             if let (Some(sets), Some(set)) = (&mut self.residency, memory.set) {
-                sets.remove(set, &memory.buffer);
+                sets.remove(set, &memory.buffer, memory.buffer.length() as u64);
             }
         });
     }
@@ -287,7 +299,7 @@ impl Driver for Metal {
     fn launch(&mut self, open: &mut MetalEncoder, launch: &Launch) -> Result<(), DeviceError> {
         autoreleasepool(|_| {
             let pipeline = self.library.pipeline(launch.kernel)?;
-            open.encoder.setComputePipelineState(&pipeline);
+            open.encoder.setComputePipelineState(pipeline);
             let args: NonNull<[u32]> = NonNull::from(launch.args.as_slice());
             // SAFETY: Metal copies the bytes before the call returns.
             unsafe { open.encoder.setBytes_length_atIndex(args.cast::<c_void>(), launch.args.len() * 4, 0) };
@@ -314,7 +326,7 @@ impl Driver for Metal {
     fn encode_fault(&mut self, open: &mut MetalEncoder) -> Result<(), DeviceError> {
         autoreleasepool(|_| {
             let pipeline = self.library.fault_pipeline()?;
-            open.encoder.setComputePipelineState(&pipeline);
+            open.encoder.setComputePipelineState(pipeline);
             let word = [0u32];
             // SAFETY: Metal copies the bytes before the call returns.
             unsafe { open.encoder.setBytes_length_atIndex(NonNull::from(&word).cast::<c_void>(), 4, 0) };

@@ -15,7 +15,7 @@
 //! | `cuda`, `metal` | the two drivers, each with a folder |
 //! | `kernels` | the source of the kernels, with a register limit per file |
 //! | `open`, `cpu`, `bandwidth` | opening the GPU; the CPU's threads; memory bandwidth |
-//! | `residency`, `set_assignment` | keeping buffers resident on an idle GPU; Metal's residency sets |
+//! | `residency`, `residency_sets`, `set_assignment` | keeping buffers resident on an idle GPU; Metal's residency sets |
 
 mod bandwidth;
 mod command_queue;
@@ -30,7 +30,7 @@ mod launch;
 mod metal;
 mod open;
 mod residency;
-#[cfg(any(target_os = "macos", test))]
+mod residency_sets;
 mod set_assignment;
 mod slab;
 mod timeline;
@@ -41,6 +41,9 @@ pub use cpu::{CpuArithmetic, CpuDevice};
 pub use driver::{CommandStatus, Driver};
 pub use error::{DeviceError, GPU_INTERACTIVITY, GPU_INTERACTIVITY_REMEDY};
 pub use launch::{Binding, BufferAccess, Launch, Region, SkipUse};
-pub use open::{GPU_KIND, NO_GPU, SystemDriver, SystemGpu, candle_can_open_gpu, open_any_gpu, open_gpu};
+pub use open::{
+    GPU_KIND, NO_GPU, SystemDriver, SystemGpu, candle_can_open_gpu, catch_gpu_exception, open_any_gpu, open_gpu,
+};
+pub use residency_sets::{ResidencySet, ResidencySets};
 pub use slab::Slab;
 pub use timeline::{CpuTimeline, SyncPoint, Timeline};

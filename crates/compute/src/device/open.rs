@@ -48,9 +48,21 @@ pub fn candle_can_open_gpu() -> bool {
     false
 }
 
+/// Runs `work`, which calls the GPU. An Objective-C exception would end the program. It becomes an error, but everything
+/// that `work` owns is lost.
+///
+/// # Errors
+/// A call has thrown an exception.
+pub fn catch_gpu_exception<R>(work: impl FnOnce() -> R) -> Result<R, DeviceError> {
+    #[cfg(target_os = "macos")]
+    return super::metal::catch_exception(work);
+    #[cfg(not(target_os = "macos"))]
+    Ok(work())
+}
+
 #[cfg(target_os = "macos")]
 fn open(require_features: bool) -> Result<Option<SystemGpu>, DeviceError> {
-    Ok(Some(CommandQueue::new(SystemDriver::new(require_features)?)))
+    catch_gpu_exception(|| Ok(Some(CommandQueue::new(SystemDriver::new(require_features)?))))?
 }
 
 #[cfg(target_os = "linux")]

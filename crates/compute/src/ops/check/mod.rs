@@ -14,7 +14,7 @@ pub(in crate::ops) use random_inputs::RandomInputs;
 
 use self::kernel_check::Outcome;
 use super::{Cpu, GpuBackend};
-use crate::device::{CommandQueue, CpuArithmetic, CpuDevice, Driver, Region, SystemDriver};
+use crate::device::{CommandQueue, CpuArithmetic, CpuDevice, Driver, Region, SystemDriver, kernels::is_used};
 use moestro_base::platform::split_mix64::SplitMix64;
 use serde::ser::{Serialize, SerializeMap, Serializer};
 use std::collections::BTreeMap;
@@ -25,11 +25,23 @@ pub struct Finding {
     pub name: String,
     /// The largest relative difference and the allowed one, or the device's error.
     pub outcome: Result<(f64, f64), String>,
+    /// False for a kernel that no model launches on this device.
+    pub is_used: bool,
 }
 
 impl Finding {
+    /// The result of something that every model uses.
+    pub fn new(name: String, outcome: Result<(f64, f64), String>) -> Self {
+        Self { name, outcome, is_used: true }
+    }
+
     pub fn agrees(&self) -> bool {
         self.outcome.as_ref().is_ok_and(|(difference, allowed)| difference <= allowed)
+    }
+
+    /// True if the device must not be used: something differs, or something that models use fails.
+    pub fn is_fault(&self) -> bool {
+        !self.agrees() && (self.is_used || self.outcome.is_ok())
     }
 }
 
@@ -37,12 +49,13 @@ impl Serialize for Finding {
     fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
         let outcome = self.outcome.as_ref();
         let (difference, allowed) = outcome.ok().copied().unzip();
-        let mut map = to.serialize_map(Some(5))?;
+        let mut map = to.serialize_map(Some(6))?;
         map.serialize_entry("name", &self.name)?;
         map.serialize_entry("agrees", &self.agrees())?;
         map.serialize_entry("difference", &difference)?;
         map.serialize_entry("allowed", &allowed)?;
         map.serialize_entry("error", &outcome.err())?;
+        map.serialize_entry("used", &self.is_used)?;
         map.end()
     }
 }
@@ -84,7 +97,12 @@ pub fn kernels_of<D: Driver>(
         }
         gpu = bench.gpu.into_queue();
     }
-    (found.into_iter().map(|(name, outcome)| Finding { name, outcome }).collect(), gpu)
+    let has_own_memory = gpu.driver.has_own_memory();
+    let finding = |(name, outcome): (String, Outcome)| {
+        let is_used = is_used(&name, has_own_memory);
+        Finding { name, outcome, is_used }
+    };
+    (found.into_iter().map(finding).collect(), gpu)
 }
 
 #[cfg(test)]
@@ -102,11 +120,15 @@ mod tests {
     fn finding_rejects_large_difference_and_nan() {
         let finding = |found: &[f32]| {
             let outcome = Ok((difference(found, &[1.0, -4.0]), CLOSE));
-            Finding { name: "k".into(), outcome }.agrees()
+            Finding::new("k".into(), outcome).agrees()
         };
         assert!(finding(&[1.0, -4.0]) && finding(&[1.00001, -4.0]));
         assert!(!finding(&[1.0001, -4.0]) && !finding(&[f32::NAN, -4.0]) && !finding(&[f32::INFINITY, -4.0]));
         assert!(!finding(&[1.0]));
-        assert!(!Finding { name: "k".into(), outcome: Err("no".into()) }.agrees());
+        let failed = Finding::new("k".into(), Err("no".into()));
+        assert!(!failed.agrees() && failed.is_fault());
+        // An error in a kernel that no model launches is no fault. A wrong result is.
+        assert!(!Finding { is_used: false, ..failed }.is_fault());
+        assert!(Finding { is_used: false, ..Finding::new("k".into(), Ok((1.0, CLOSE))) }.is_fault());
     }
 }

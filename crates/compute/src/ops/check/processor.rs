@@ -24,10 +24,8 @@ const LEVELS: f64 = 2e-5;
 /// One finding for each instruction set of this processor. The first is portable Rust, whose integer arithmetic is
 /// compared with f32.
 pub fn processor() -> Vec<Finding> {
-    let mut found: Vec<Finding> = Isa::all()
-        .into_iter()
-        .map(|isa| Finding { name: format!("{isa:?}").to_lowercase(), outcome: Ok((0.0, 0.0)) })
-        .collect();
+    let mut found: Vec<Finding> =
+        Isa::all().into_iter().map(|isa| Finding::new(format!("{isa:?}").to_lowercase(), Ok((0.0, 0.0)))).collect();
     for bits in [2, 3, 4, 5, 6, 8] {
         for group in [32, 64, 128] {
             compare(WeightFormat::Affine { bits, group, scale: Float::Bf16 }, &mut found);
