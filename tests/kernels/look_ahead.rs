@@ -107,6 +107,27 @@ fn layers_ahead_match_a_resident_model() {
     compare(|| HostGpu::new(Host::fast()).queue());
 }
 
+/// A GPU that shares the CPU's memory gets several layers in one command buffer.
+#[test]
+fn layers_ahead_share_command_buffers() {
+    let root = checkpoint();
+    let run = |own_memory: bool| {
+        let double = Double::new(Host::fast());
+        let control = double.control();
+        control.lock().unwrap().own_memory = own_memory;
+        let mut model = move_to(load(root.path(), Some(SLOTS), KvBits::Sixteen).0, double);
+        let mut states = start(&mut model, [5, 20, 1]);
+        control.lock().unwrap().calls.clear();
+        let rows: Vec<_> = (0..20).map(|round| step(&mut model, &mut states, Dice(round)).data.to_vec()).collect();
+        let commits = control.lock().unwrap().calls["commit"];
+        (rows, commits)
+    };
+    let ((shared, few), (own, many)) = (run(false), run(true));
+    assert!(shared == own);
+    println!("{few} instead of {many} command buffers");
+    assert!(few < many, "{few} instead of {many} command buffers");
+}
+
 /// Runs random steps of three sequences on a resident and on a streamed model.
 pub fn compare<D: Driver>(gpu: impl Fn() -> CommandQueue<D>) {
     let root = checkpoint();

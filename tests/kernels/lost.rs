@@ -162,18 +162,38 @@ fn recovered_device_stays_in_use() {
     assert!(answer(&mut model).is_ok());
 }
 
+/// macOS ends GPU work that delays the screen: the request continues once, with the same tokens.
 #[test]
-fn interactivity_errors_are_counted() {
-    let (model, control) = model_with_fault(false, 1, Fault::Fails);
-    control.lock().unwrap().message = Some("Impacting Interactivity (0000000e:)");
-    let metrics = Metrics::new("test", "metal");
-    let (handle, worker) = engine::spawn(model, Options::default(), metrics.clone()).unwrap();
-    let ask = || common::ask(&handle, Request::new(vec![5, 90, 33], 2, Sampling::greedy())).1;
-    assert!(ask().is_err_and(|error| error.contains("Impacting Interactivity")));
-    assert!(ask().is_ok());
-    drop(handle);
-    worker.join().unwrap();
-    assert_eq!(metrics.gpu_interactivity_errors.get(), 1);
+fn request_continues_after_delaying_the_screen() {
+    let tokens = |faults: Option<(usize, usize)>| {
+        let (model, control) = on_double(on_cpu(false), None);
+        if let Some((nth, repeats)) = faults {
+            plan_fault(&control, nth, Fault::Fails);
+            let mut control = control.lock().unwrap();
+            (control.message, control.repeats) = (Some("Impacting Interactivity (0000000e:)"), repeats);
+        }
+        let metrics = Metrics::new("test", "metal");
+        let (handle, worker) = engine::spawn(model, Options::default(), metrics.clone()).unwrap();
+        let ask = || {
+            let (told, end) = common::ask(&handle, Request::new(vec![5, 90, 33, 2, 71], 3, Sampling::greedy()));
+            end.map(|_| told)
+        };
+        let ends = [ask(), ask()];
+        drop(handle);
+        worker.join().unwrap();
+        (ends, metrics.gpu_interactivity_errors.get())
+    };
+    let (expected, errors) = tokens(None);
+    assert_eq!(errors, 0);
+    // In the prompt and in the answer.
+    for nth in 0..6 {
+        let (found, errors) = tokens(Some((nth, 0)));
+        assert_eq!(found, expected, "command buffer {nth}");
+        assert!(errors <= 1, "command buffer {nth}");
+    }
+    let (found, errors) = tokens(Some((0, 1)));
+    assert!(found[0].as_ref().is_err_and(|error| error.contains("Impacting Interactivity")), "{found:?}");
+    assert_eq!((&found[1], errors), (&expected[1], 2));
 }
 
 #[test]

@@ -1,5 +1,6 @@
 //! Reasons why a request is not queued or ends early.
 
+use moestro_compute::device::GPU_INTERACTIVITY;
 use moestro_model::error::ModelError;
 
 /// Reasons why a request is not queued or ends early.
@@ -34,6 +35,11 @@ pub enum EngineError {
 }
 
 impl EngineError {
+    /// True if macOS ended GPU work because it delayed the screen.
+    pub fn has_delayed_screen(&self) -> bool {
+        matches!(self, Self::Model(error) if error.to_string().contains(GPU_INTERACTIVITY))
+    }
+
     pub fn client_message(&self) -> String {
         match self {
             Self::Model(error) => error.client_message(),

@@ -43,6 +43,9 @@ pub struct LiveRequest<S> {
     pub waits_for_prefix: bool,
     /// Position of the first snapshot that other requests wait for.
     pub awaited: Option<usize>,
+    /// True after the system has ended GPU work of this request because it delayed the screen. The request continues
+    /// once.
+    pub has_delayed_screen: bool,
 }
 
 pub enum Stage {
@@ -89,6 +92,7 @@ impl<S: SequenceState> LiveRequest<S> {
             must_run_alone: false,
             waits_for_prefix: false,
             awaited: None,
+            has_delayed_screen: false,
         }
     }
 

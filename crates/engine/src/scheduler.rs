@@ -11,7 +11,8 @@
 //! Before each step, the scheduler ends a request if its client has disconnected or needs no more tokens, its deadline
 //! has passed, or the grace period of a draining engine is over. A model error or panic ends one request and drops its
 //! sequence. If a pass of several sequences fails, each sequence is recomputed and continues alone, so that only the
-//! faulty request ends.
+//! faulty request ends. If macOS ends GPU work because it delayed the screen, the sequence is recomputed once, with
+//! smaller submissions.
 
 mod time_share;
 
@@ -26,7 +27,6 @@ use super::{
     shared_prefix,
 };
 use moestro_base::metrics::Metrics;
-use moestro_compute::device::GPU_INTERACTIVITY;
 use moestro_model::model::Model;
 use std::{
     sync::{Arc, atomic::Ordering::Relaxed},
@@ -98,7 +98,8 @@ impl<M: Model> Scheduler<M> {
     fn run_step(&mut self) {
         let (mut step, overtakes) = self.next_step();
         let outcomes = self.step(&mut step, overtakes);
-        for (request, outcome) in step.requests.into_iter().zip(outcomes) {
+        for (mut request, outcome) in step.requests.into_iter().zip(outcomes) {
+            let outcome = self.continue_after_delayed_screen(&mut request, outcome);
             self.publish(request, outcome);
         }
         let is_ahead = self.live.iter().any(LiveRequest::is_ahead);
@@ -238,6 +239,27 @@ impl<M: Model> Scheduler<M> {
         }
     }
 
+    /// Lets a request continue whose GPU work was ended because it delayed the screen, the first time. Its sequence is
+    /// recomputed from the last snapshot.
+    fn continue_after_delayed_screen(
+        &mut self,
+        live: &mut LiveRequest<M::State>,
+        outcome: Result<StepOutput, Abort>,
+    ) -> Result<StepOutput, Abort> {
+        let error = match outcome {
+            Err(Abort::Failed(error)) if error.has_delayed_screen() => error,
+            outcome => return outcome,
+        };
+        self.metrics.gpu_interactivity_errors.inc();
+        if std::mem::replace(&mut live.has_delayed_screen, true) {
+            return Err(Abort::Failed(error));
+        }
+        tracing::warn!(%error, "macOS ended GPU work that delayed the screen; trying again with smaller submissions");
+        live.drop_sequence();
+        self.recover();
+        Ok(StepOutput::default())
+    }
+
     /// Sends the events of a step to the client. Then ends the request or returns it to `live`.
     fn publish(&mut self, live: LiveRequest<M::State>, outcome: Result<StepOutput, Abort>) {
         let outcome = outcome.and_then(|StepOutput { events, finish }| {
@@ -285,9 +307,6 @@ impl<M: Model> Scheduler<M> {
             Err(Abort::Disconnected | Abort::StepCancelled) => {}
             Err(Abort::Failed(error)) => {
                 tracing::warn!(%error, "request failed");
-                if error.to_string().contains(GPU_INTERACTIVITY) {
-                    self.metrics.gpu_interactivity_errors.inc();
-                }
                 let _ = events.send(Event::Failed(error));
             }
         }

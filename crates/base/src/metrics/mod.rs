@@ -172,7 +172,7 @@ metrics! {
         "GPU launches that did nothing useful, because an earlier layer selected an expert that was not in memory" =>
         gpu_skipped_launches [];
     counter "moestro_gpu_interactivity_errors_total" []
-        "Requests that failed because macOS ended GPU work that delayed the screen" => gpu_interactivity_errors [];
+        "Passes of a request that macOS ended because they delayed the screen" => gpu_interactivity_errors [];
     gauge "moestro_gpu_lost" [] "1 if the GPU failed and the CPU computes instead" => gpu_lost [];
 
     counter "moestro_draft_cycles_total" ["kind"] "Passes that verified a draft" => draft_cycles family;

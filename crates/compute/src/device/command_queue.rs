@@ -17,10 +17,13 @@
 //!
 //! **Pacing.** A command buffer is submitted when it has about [`MAX_SECONDS`] of work. A command buffer with more work
 //! would delay the screen, and the system may kill it. The queue estimates work as the number of GPU threads times the
-//! measured time per thread.
+//! measured time per thread. After the system has ended work that delayed the screen, command buffers have a quarter of
+//! that work.
 
 use super::{
-    CommandStatus, DeviceError, Driver, Launch, Region, Slab, SyncPoint, Timeline, error::fail, residency::Heartbeat,
+    CommandStatus, DeviceError, Driver, Launch, Region, Slab, SyncPoint, Timeline,
+    error::{GPU_INTERACTIVITY, fail},
+    residency::Heartbeat,
 };
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -74,6 +77,8 @@ pub struct CommandQueue<D: Driver> {
     ended_value: u64,
     is_lost: bool,
     seconds_per_thread: f64,
+    /// True after the system has ended work because it delayed the screen.
+    has_delayed_screen: bool,
     /// Renews the residency of the buffers.
     heartbeat: Option<Heartbeat>,
     stall_timeout: Duration,
@@ -116,6 +121,7 @@ impl<D: Driver> CommandQueue<D> {
             ended_value: 0,
             is_lost: false,
             seconds_per_thread,
+            has_delayed_screen: false,
             heartbeat,
             stall_timeout: STALL_TIMEOUT,
             spin: SPIN,
@@ -186,7 +192,10 @@ impl<D: Driver> CommandQueue<D> {
                         self.seconds_per_thread = (seconds / oldest.threads).max(self.seconds_per_thread / 2.0);
                     }
                 }
-                CommandStatus::Failed(why) => drop(self.failure.get_or_insert(why)),
+                CommandStatus::Failed(why) => {
+                    self.has_delayed_screen |= why.contains(GPU_INTERACTIVITY);
+                    self.failure.get_or_insert(why);
+                }
                 // If the signalled value equals this command buffer's value, the command buffer has succeeded. A larger
                 // value does not prove this.
                 CommandStatus::Pending if self.driver.signalled_value() == oldest.value => {}
@@ -370,7 +379,8 @@ impl<D: Driver> CommandQueue<D> {
             open.since_barrier.push(launch.clone());
         }
         open.threads += launch.grid.iter().map(|n| f64::from(*n)).product::<f64>() * f64::from(launch.threads);
-        let is_full = open.threads * self.seconds_per_thread >= MAX_SECONDS;
+        let max_seconds = if self.has_delayed_screen { MAX_SECONDS / 4.0 } else { MAX_SECONDS };
+        let is_full = open.threads * self.seconds_per_thread >= max_seconds;
         self.open = Some(open);
         done?;
         if is_full {
@@ -393,6 +403,11 @@ impl<D: Driver> CommandQueue<D> {
         }
         self.finish_all();
         self.failure.take().map_or(Ok(()), fail)
+    }
+
+    /// True after the system has ended work because it delayed the screen. Launches should then be small.
+    pub fn has_delayed_screen(&self) -> bool {
+        self.has_delayed_screen
     }
 
     /// True if the device is lost after repeated failures. Every further call fails, so the caller must use the CPU.

@@ -269,11 +269,18 @@ const PREFILL_THREADS: u32 = 256;
 /// does not occupy a small GPU for long.
 const WORK: usize = 1 << 24;
 
+/// Number of rows in a launch over this many positions.
+fn rows_at_once(positions: usize, is_small: bool) -> usize {
+    let work = if is_small { WORK / 4 } else { WORK };
+    (work / positions.max(1)).max(QUERIES)
+}
+
 impl Attention<'_> {
-    /// Attention and the gate on matrix units, in launches of at most [`WORK`]. The cache must have f32 or 16-bit rows.
-    pub fn half_launches(&self) -> impl Iterator<Item = Launch> {
+    /// Attention and the gate on matrix units, in launches of at most [`WORK`], or a quarter of it if `is_small`. The cache
+    /// must have f32 or 16-bit rows.
+    pub fn half_launches(&self, is_small: bool) -> impl Iterator<Item = Launch> {
         let Self { start, tokens, .. } = *self;
-        let at_once = (WORK / (start + tokens).max(1)).max(QUERIES);
+        let at_once = rows_at_once(start + tokens, is_small);
         (0..tokens).step_by(at_once).map(move |first| self.part(first, at_once.min(tokens - first)).half_launch())
     }
 
@@ -317,6 +324,12 @@ mod tests {
         assert_eq!(quant_splits_at(4160), (128, 32));
         let few = |position: usize| MAX_RECENT_SPLITS + quant_splits_at(position).0;
         assert!((0..600_000).step_by(77).all(|position| few(position) <= max_splits(position + 1)));
+    }
+
+    #[test]
+    fn small_launches_have_a_quarter_of_the_rows() {
+        assert_eq!([false, true].map(|is_small| rows_at_once(32_768, is_small)), [512, 128]);
+        assert_eq!([false, true].map(|is_small| rows_at_once(1 << 30, is_small)), [QUERIES; 2]);
     }
 
     #[test]

@@ -54,6 +54,7 @@ impl Cpu {
             delta_in_place: true,
             max_mixer_rows: MAX_MIXER_ROWS,
             needs_expert_buffers: false,
+            layers_per_submission: 1,
             is_async: false,
             kv_format,
             recent_format: kv_format,

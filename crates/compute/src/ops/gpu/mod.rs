@@ -1,14 +1,15 @@
-//! The GPU backend: turns operations into launches, in order.
+//! The GPU backend: turns operations into launches, in order. `accept` says which weights its kernels support.
+
+mod accept;
 
 use super::{
-    Backend, BackendLimits, ExpertSet, Experts, HalfBuffers, IndexerShape, KvFormat, ModelPart, MoeWeights, NO_SLOT,
-    Op, ReservedBuffer, WeightFormat, cpu::refuse, experts::Jobs, linear::RowTiles, norm::rms_norm,
+    Backend, BackendLimits, ExpertSet, Experts, HalfBuffers, IndexerShape, KvFormat, ModelPart, NO_SLOT, Op,
+    ReservedBuffer, cpu::refuse, experts::Jobs, linear::RowTiles, norm::rms_norm,
 };
 use crate::device::{BufferAccess, CommandQueue, DeviceError, Driver, Launch, Region, Slab, SyncPoint, Timeline};
+use accept::{ALIGN, accept_format, accept_moe};
 use std::{collections::HashMap, ops::Range, sync::Arc, time::Duration};
 
-/// Kernels load 16 bytes at a time.
-const ALIGN: usize = 16;
 /// Maximum number of rows that are computed as in decoding, with experts found through the slot table.
 const DECODE_ROWS: usize = 16;
 /// Maximum number of rows of attention per launch: enough to fill a large GPU.
@@ -17,6 +18,9 @@ const ATTENTION_ROWS: usize = 128;
 const MAX_PARTIAL_BYTES: usize = 64 << 20;
 /// Interval of the small launches that keep an idle GPU's clock high while the disk is read.
 const AWAKE_INTERVAL: Duration = Duration::from_millis(2);
+/// Maximum number of layers that run ahead in one submission on a GPU that shares the CPU's memory. A Metal queue has at
+/// most 64 command buffers, and each costs some 30 us.
+const LAYERS_PER_SUBMISSION: usize = 8;
 /// Number of layers of a pass that are encoded before the first submission.
 const FIRST_SUBMIT: usize = 2;
 
@@ -29,6 +33,7 @@ pub const fn limits(working_set: Option<u64>) -> BackendLimits {
         delta_in_place: false,
         max_mixer_rows: usize::MAX,
         needs_expert_buffers: true,
+        layers_per_submission: LAYERS_PER_SUBMISSION,
         is_async: true,
         // The same format as on the CPU, so that the CPU continues from snapshots of a lost GPU.
         kv_format: KvFormat::I16,
@@ -308,48 +313,14 @@ impl<D: Driver> GpuBackend<D> {
     }
 }
 
-fn accept_format(codes: WeightFormat, cols: usize) -> Result<(), DeviceError> {
-    match codes {
-        WeightFormat::Fp8(None) => refuse("GPU kernels need FP8 weights with scales".into()),
-        WeightFormat::Fp8(_) if !cols.is_multiple_of(16) => {
-            refuse(format!("GPU kernels need FP8 rows that are multiples of 16, not {cols}"))
-        }
-        _ => Ok(()),
-    }
-}
-
-fn accept_moe(layer: &MoeWeights) -> Result<(), DeviceError> {
-    let experts = layer.router.rows;
-    let k = layer.k;
-    if experts > 1024 || k > 31 {
-        return refuse(format!(
-            "GPU kernels support at most 1024 experts per layer and 31 per token, not {experts} and {k}"
-        ));
-    }
-    for stack in &layer.stacks {
-        accept_format(stack.codes, stack.cols)?;
-        let is_uniform = stack.at.windows(2).all(|pair| pair[0] == pair[1]);
-        if !is_uniform || stack.at.iter().flatten().any(|at| at % ALIGN != 0) {
-            let how = "run `moestro pack`, or on Linux use --expert-io buffered";
-            return refuse(format!(
-                "GPU kernels need the same layout in every slot, which this checkpoint does not give: {how}"
-            ));
-        }
-        if stack.global_scales.windows(2).any(|pair| pair[0] != pair[1]) {
-            return refuse("GPU kernels need one global scale for all experts of a layer".into());
-        }
-        if stack.cols % 16 != 0 {
-            return refuse(format!("GPU kernels need expert rows that are multiples of 16, not {}", stack.cols));
-        }
-    }
-    Ok(())
-}
-
 impl<D: Driver> Backend for GpuBackend<D> {
     fn limits(&self) -> BackendLimits {
+        let shared = limits(self.gpu.driver.working_set());
         BackendLimits {
             uses_half_precision: self.gpu.driver.has_matrix_units(),
-            ..limits(self.gpu.driver.working_set())
+            // CUDA recognises a command buffer with one layer, so that it need not encode the launches again.
+            layers_per_submission: if self.gpu.driver.has_own_memory() { 1 } else { shared.layers_per_submission },
+            ..shared
         }
     }
 
@@ -428,7 +399,9 @@ impl<D: Driver> Backend for GpuBackend<D> {
                 self.all(op.launches(tiles))
             }
             Op::KvWrite(op) => self.launch(op.launch()),
-            Op::Attention(op) if self.half.is_some() && op.shape.recent.is_none() => self.all(op.half_launches()),
+            Op::Attention(op) if self.half.is_some() && op.shape.recent.is_none() => {
+                self.all(op.half_launches(self.gpu.has_delayed_screen()))
+            }
             Op::Attention(op) => self.all(op.launches(ATTENTION_ROWS, self.attends_on_tiles()).flatten()),
             Op::AttentionRows(op) => self.all(op.launches(ATTENTION_ROWS, self.attends_on_tiles())),
             Op::Mlp(op) => match self.half {

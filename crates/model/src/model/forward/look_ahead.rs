@@ -85,7 +85,6 @@ fn submit(
     hooks: &mut LayerHooks<'_>,
 ) -> Result<(), ModelError> {
     let b = pass.buffers;
-    // A command buffer has one layer, so that CUDA recognises it.
     pass.backend.flush()?;
     for layer in layers.clone() {
         if let Some(slots) = experts.take_device_slots(layer) {
@@ -97,13 +96,26 @@ fn submit(
     }
     pass.scratch.ahead.launches.clear();
     pass.backend.set_skip_flag(Some(b.skip_flag));
-    let submitted = layers.into_iter().try_for_each(|index| submit_layer(net, index, state, pass, hooks));
+    let submitted = layers.clone().try_for_each(|index| {
+        encode_layer(net, index, state, pass, hooks)?;
+        let is_last = index + 1 == layers.end;
+        if is_last || ends_submission(index - layers.start, pass.limits.layers_per_submission) {
+            pass.backend.flush()?;
+        }
+        Ok(())
+    });
     pass.backend.set_skip_flag(None);
     submitted
 }
 
-/// Submits the kernels of one layer.
-fn submit_layer(
+/// True if a submission ends after the layer with this index among the layers that run ahead. The first submission has
+/// one layer, so that the device starts early.
+fn ends_submission(index: usize, layers_per_submission: usize) -> bool {
+    index.is_multiple_of(layers_per_submission.max(1))
+}
+
+/// Encodes the kernels of one layer.
+fn encode_layer(
     net: &Network,
     index: usize,
     state: &mut [LayerState],
@@ -118,8 +130,7 @@ fn submit_layer(
     let launches = pass.backend.launches();
     pass.scratch.ahead.launches.push(launches);
     moe::from_table(weights, routed, pass)?;
-    layer.end(index, pass, hooks)?;
-    Ok(pass.backend.flush()?)
+    layer.end(index, pass, hooks)
 }
 
 /// Waits for the choices of `layers`. Returns the first layer with an expert without a slot. The layers before it are
@@ -187,4 +198,19 @@ fn read_route(index: usize, weights: &MoeWeights, pass: &mut Pass<'_>) -> MoeScr
 fn moe_weights(net: &Network, index: usize) -> Result<&MoeWeights, ModelError> {
     let weights = net.layers.get(index).and_then(|layer| layer.ffn.moe());
     weights.ok_or_else(|| ModelError::Config(format!("layer {index} has no experts")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn submissions_have_at_most_so_many_layers() {
+        let ends =
+            |layers: usize, each: usize| (0..layers).filter(|index| ends_submission(*index, each)).collect::<Vec<_>>();
+        assert_eq!(ends(5, 1), [0, 1, 2, 3, 4]);
+        assert_eq!(ends(20, 8), [0, 8, 16]);
+        // A queue of Metal blocks with more than 64 command buffers.
+        assert!(ends(94, 8).len() < 20);
+    }
 }

@@ -212,7 +212,7 @@ fn case(
         b.expect(allowed, &ran, y, &expected)?;
     }
     if b.gpu.limits().uses_half_precision {
-        for launch in op.half_launches() {
+        for launch in op.half_launches(false) {
             let ran = b.launch(launch);
             b.expect(HALF, &ran, y, &expected)?;
         }
