@@ -20,7 +20,7 @@ pub use machine::{host_name, physical_cores, processor, system, total_memory};
 pub use pressure::{MemoryLevel, MemoryMonitor};
 pub use process::{
     cpu_seconds, disk_bytes_read, max_files, open_files, peak_resident_memory, process_memory, process_stat,
-    raise_descriptor_limit, resident_memory,
+    raise_descriptor_limit, resident_memory, wired_memory,
 };
 pub use thread_priority::{background_thread, interactive_thread};
 pub use user_dirs::{cache_dir, data_dir, state_dir};

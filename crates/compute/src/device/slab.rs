@@ -2,12 +2,18 @@
 //!
 //! Expert slots and the trunk (all weights except the experts) are in slabs, so bytes read from disk are used in place.
 
-use std::{io, ops::Range};
+use std::{
+    hint::black_box,
+    io,
+    ops::Range,
+    sync::atomic::{AtomicU8, Ordering},
+};
 
 /// Minimum size of a slab that requests huge pages, in bytes.
-#[cfg(target_os = "linux")]
 const HUGE: usize = 8 << 20;
 
+/// Smallest page size of the supported systems, in bytes.
+const SMALLEST_PAGE: usize = if cfg!(target_os = "macos") { 16 << 10 } else { 4 << 10 };
 /// Largest normal page size of the supported systems, in bytes.
 const LARGEST_PAGE: usize = 64 << 10;
 
@@ -32,19 +38,36 @@ impl Slab {
     }
 
     /// Commits all pages now, with `threads` threads. Without this call, the system clears each page at the first read
-    /// into the page, which can take longer than the read. Does nothing on Linux before 5.14 and on macOS.
+    /// into the page, which can take longer than the read. On a Mac, a GPU that adopts the memory would clear it on one
+    /// thread. No other code may use the slab during the call.
     pub fn commit_pages(&self, threads: usize) {
-        #[cfg(target_os = "linux")]
         std::thread::scope(|scope| {
             let part = self.len().div_ceil(threads.max(1)).next_multiple_of(HUGE);
             for start in (0..self.len()).step_by(part) {
-                let len = part.min(self.len() - start);
-                let commit = move || self.map.advise_range(memmap2::Advice::PopulateWrite, start, len);
-                let _ = std::thread::Builder::new().spawn_scoped(scope, commit);
+                let range = start..(start + part).min(self.len());
+                let _ = std::thread::Builder::new().spawn_scoped(scope, move || self.commit_range(range));
             }
         });
-        #[cfg(not(target_os = "linux"))]
-        let _ = threads;
+    }
+
+    fn commit_range(&self, range: Range<usize>) {
+        // Linux before 5.14 does not support the advice.
+        #[cfg(target_os = "linux")]
+        if self.map.advise_range(memmap2::Advice::PopulateWrite, range.start, range.len()).is_ok() {
+            return;
+        }
+        self.touch(range);
+    }
+
+    /// Writes to each page without changing it.
+    fn touch(&self, range: Range<usize>) {
+        for at in range.step_by(SMALLEST_PAGE) {
+            // SAFETY: in bounds. The pages are mapped writable, and other threads access the byte only atomically or not at
+            // all during the call.
+            let byte = unsafe { AtomicU8::from_ptr(self.map.as_mut_ptr().add(at)) };
+            // The compiler would turn the addition of a known zero into a load, which commits nothing.
+            byte.fetch_add(black_box(0), Ordering::Relaxed);
+        }
     }
 
     /// Releases the pages that are completely inside `range` to the system. The contents of these pages are lost.
@@ -123,6 +146,21 @@ impl Slab {
 #[cfg(all(test, target_os = "linux"))]
 mod tests {
     use super::*;
+
+    #[test]
+    fn touched_pages_are_resident_and_keep_their_bytes() {
+        let slab = Slab::new(1 << 20).unwrap();
+        // SAFETY: no other code uses this slab.
+        unsafe { slab.bytes_mut(4096..4097) }.fill(9);
+        slab.touch(0..slab.len());
+        let mut resident = vec![0u8; slab.len() / 4096];
+        // SAFETY: the range is the slab's, and `resident` has one byte for each page of at least 4096 bytes.
+        assert_eq!(unsafe { libc::mincore(slab.map.as_mut_ptr().cast(), slab.len(), resident.as_mut_ptr()) }, 0);
+        let pages = slab.len() / LARGEST_PAGE;
+        assert!(resident.iter().filter(|&&page| page & 1 == 1).count() >= pages);
+        // SAFETY: no other code uses this slab.
+        assert_eq!(unsafe { slab.bytes(4095..4098) }, [0, 9, 0]);
+    }
 
     #[test]
     fn committed_and_released_pages_keep_other_bytes() {

@@ -31,6 +31,7 @@
 //! * `warm_start`: saves and loads the list of hot experts.
 //! * [`slot_layout`]: positions of slots and segments in the slab.
 //! * `memory_pressure`: decides how many slots to keep while the system is short of memory.
+//! * `released_memory`: releases memory again that the system has not taken.
 //! * `store` and `fetch`: [`ExpertStore`], and [`ExpertFetch`] for the experts of one layer.
 //!
 //! An [`ExpertStore`] belongs to the thread that owns the model. The slot table needs no lock, because reader threads
@@ -45,6 +46,7 @@ mod pending;
 pub mod prefetch;
 pub mod read_plan;
 pub mod reader;
+mod released_memory;
 pub mod slot_layout;
 pub mod slot_table;
 pub mod source;

@@ -9,6 +9,7 @@ use super::{
     prefetch::{Prefetch, Prefetcher},
     read_plan::{ExpertMap, PIECES, Piece, ReadPlan},
     reader::{ExpertReader, ReadFailure},
+    released_memory::ReleasedMemory,
     slot_layout::{SEGMENT_BYTES, SlotLayout},
     slot_table::{ReadReason, SlotClaim, SlotId, SlotState, SlotTable},
     source::{ExpertSource, PackRecords, ReadMode, ShardFiles},
@@ -127,6 +128,7 @@ pub(super) struct StoreState {
     /// Time at which the list of hot experts was last written.
     pub saved: Instant,
     pub pressure: MemoryPressure,
+    pub released: ReleasedMemory,
 }
 
 impl ExpertStore {
@@ -183,6 +185,7 @@ impl ExpertStore {
             spans: vec![std::array::from_fn(|_| 0..0); slots],
             saved: Instant::now(),
             pressure: MemoryPressure::new(options.min_slots),
+            released: ReleasedMemory::default(),
             observer: None,
             spare_pending: Vec::new(),
         };
@@ -458,6 +461,7 @@ impl ExpertStore {
     pub fn adapt_to_level(&self, level: MemoryLevel, now: Instant, device: &mut dyn SlotDevice) -> bool {
         let state = &mut *self.state.borrow_mut();
         state.slots.advance(device.completed());
+        self.release_again(state);
         let SlotLayout { slots: all, slot_bytes, per_segment, .. } = self.layout;
         let step = if self.whole_segments.get() { per_segment } else { 1 };
         let counts = SlotCounts { present: state.slots.len(), used: state.slots.used(), all, step };
@@ -511,7 +515,7 @@ impl ExpertStore {
             return false;
         }
         self.metrics.memory_pressure.inc();
-        let released = self.release_memory(left..before, device);
+        let released = self.release_memory(state, left..before, device);
         if let Err(error) = released {
             tracing::warn!(%error, "cannot return the memory of expert slots to the system");
         }
@@ -520,19 +524,36 @@ impl ExpertStore {
 
     /// Releases the memory of empty slots to the system. The device's buffers are released first, because the pages
     /// stay in use as long as the buffers exist.
-    fn release_memory(&self, slots: Range<usize>, device: &mut dyn SlotDevice) -> io::Result<()> {
+    fn release_memory(
+        &self,
+        state: &mut StoreState,
+        slots: Range<usize>,
+        device: &mut dyn SlotDevice,
+    ) -> io::Result<()> {
+        let bytes = self.layout.start(slots.start)..self.layout.start(slots.end);
         if self.whole_segments.get() {
+            state.released.add(bytes.clone(), os::wired_memory());
             let mut segments = self.layout.segments_of(slots.clone());
             segments.try_for_each(|segment| device.release_segment(segment)).map_err(io::Error::other)?;
         }
-        let bytes = self.layout.start(slots.start)..self.layout.start(slots.end);
         // SAFETY: the table assigns these slots no expert until they are restored, and no device uses them.
         unsafe { self.slab.release_pages(bytes) }
+    }
+
+    /// Releases memory again that a device may have kept in use at the last release.
+    fn release_again(&self, state: &mut StoreState) {
+        for bytes in state.released.due(os::wired_memory) {
+            // SAFETY: as in `release_memory`. The range has no slot that was restored.
+            if let Err(error) = unsafe { self.slab.release_pages(bytes) } {
+                tracing::debug!(%error, "cannot return the memory of expert slots to the system");
+            }
+        }
     }
 
     /// Restores slots until there are `to` slots. After an error, the slots of earlier segments are restored.
     fn restore_slots(&self, state: &mut StoreState, to: usize, device: &mut dyn SlotDevice) -> io::Result<()> {
         let slots = state.slots.len()..to;
+        state.released.reuse_until(self.layout.start(to));
         self.slab.reuse_pages(self.layout.range(slots.clone()))?;
         let mut until = to;
         let mut done = Ok(());

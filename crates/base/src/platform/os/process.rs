@@ -3,6 +3,11 @@
 use std::fs;
 pub use sys::{disk_bytes_read, peak_resident_memory, process_memory, resident_memory};
 
+/// Memory of this process that the system cannot move or free, in bytes. `None` if the system does not report it.
+pub fn wired_memory() -> Option<u64> {
+    process_memory().into_iter().find(|(kind, _)| *kind == "wired").map(|(_, bytes)| bytes)
+}
+
 /// Raises the limit of open files to the system's maximum, but at most 10,240. Returns the new limit.
 pub fn raise_descriptor_limit() -> Option<usize> {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
