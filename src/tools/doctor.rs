@@ -6,6 +6,7 @@ mod answer;
 mod gpu;
 mod kernel_files;
 mod machine;
+mod power_mode;
 mod report;
 
 use crate::{

@@ -3,6 +3,7 @@
 use super::{
     answer::{DemoAnswer, QUESTION},
     gpu::LaunchTimes,
+    power_mode::power_mode,
 };
 use crate::tools::machine_report::MachineReport;
 use moestro_base::platform::os;
@@ -22,6 +23,8 @@ pub struct HostInfo {
     cores: usize,
     /// Size of the machine's memory in bytes.
     memory: Option<u64>,
+    /// The power mode of a Mac.
+    power_mode: Option<&'static str>,
 }
 
 impl HostInfo {
@@ -33,6 +36,7 @@ impl HostInfo {
             processor: os::processor(),
             cores: os::physical_cores(),
             memory: os::total_memory(),
+            power_mode: power_mode(),
         }
     }
 }
@@ -127,11 +131,14 @@ enum AnswerVerdict<'a> {
 
 impl fmt::Display for DoctorReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let HostInfo { version, system, architecture, processor, cores, memory } = &self.machine;
+        let HostInfo { version, system, architecture, processor, cores, memory, power_mode } = &self.machine;
         let unknown = || "unknown".to_string();
         let size = |bytes: Option<u64>| bytes.map_or_else(unknown, |bytes| Size(bytes).to_string());
         writeln!(f, "moestro {version} on {}, {architecture}", system.clone().unwrap_or_else(unknown))?;
         writeln!(f, "{}, {cores} cores, {}", processor.clone().unwrap_or_else(unknown), size(*memory))?;
+        if let Some(power_mode) = power_mode {
+            writeln!(f, "power mode: {power_mode}")?;
+        }
 
         writeln!(f, "\nCPU, all weight formats: scalar compared with plain f32, other instruction sets with scalar")?;
         table(f, &self.processor)?;
