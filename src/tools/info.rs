@@ -42,8 +42,6 @@ struct InfoReport {
     trained_experts_per_token: usize,
     #[serde(rename = "shape")]
     footprint: ModelFootprint,
-    /// True if the checkpoint has a vision tower that is not used.
-    ignores_vision: bool,
     /// Device that `--device` selects: `cpu`, `metal` or `cuda`.
     device: &'static str,
     limits: MachineLimits,
@@ -128,7 +126,6 @@ pub fn run(args: cli::tool_args::InfoArgs, settings: &Settings) -> Result<(), Co
         refused: refused.as_ref().map(ToString::to_string),
         measured,
         decode,
-        ignores_vision: found.ignores_vision,
         footprint: found.footprint,
     };
     show(&report, args.json);
@@ -173,9 +170,6 @@ impl fmt::Display for InfoReport {
         }
         writeln!(f, "  KV cache        {:>10}  per token", Size(footprint.kv_per_token).to_string())?;
         writeln!(f, "  state           {:>10}  per sequence", Size(footprint.state).to_string())?;
-        if self.ignores_vision {
-            writeln!(f, "  images          not read: the vision tower is untested for this architecture")?;
-        }
         if let Some(pack) = &self.pack {
             writeln!(f, "  packed experts  in {}", pack.display())?;
         }

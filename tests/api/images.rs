@@ -1,4 +1,4 @@
-//! Tests of images in every API, with a small vision-language checkpoint and with a model that accepts only text.
+//! Tests of images in every API, with small vision-language checkpoints and with a model that accepts only text.
 
 use super::server::{Server, Setup, serve_checkpoint};
 use base64::{Engine, engine::general_purpose::STANDARD};
@@ -24,15 +24,35 @@ fn options() -> (LoadOptions, Options) {
     (load, Options { eos: vec![991, 993], prompt_cache: 64 << 20, ..Options::default() })
 }
 
-async fn vision() -> Server {
-    let (load, options) = options();
-    serve_checkpoint(Path::new(&format!("{FIXTURE}/mlx_4bit")), &load, options).await
+fn qwen3_5() -> PathBuf {
+    Path::new(FIXTURE).join("mlx_4bit")
 }
 
-async fn vision_with_cache(dir: PathBuf) -> Server {
+/// A checkpoint of qwen4_exp, with the tokenizer and the template of the other checkpoint.
+fn qwen4_exp() -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    for name in ["config.json", "preprocessor_config.json", "model.safetensors"] {
+        std::fs::copy(Path::new(FIXTURE).join("../qwen4_exp_images").join(name), dir.path().join(name)).unwrap();
+    }
+    for name in ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"] {
+        std::fs::copy(qwen3_5().join(name), dir.path().join(name)).unwrap();
+    }
+    dir
+}
+
+async fn serve(checkpoint: &Path) -> Server {
     let (load, options) = options();
-    let disk_cache = Some(DiskCacheOptions { dir, limit: 64 << 20, key: "vision".into() });
-    serve_checkpoint(Path::new(&format!("{FIXTURE}/mlx_4bit")), &load, Options { disk_cache, ..options }).await
+    serve_checkpoint(checkpoint, &load, options).await
+}
+
+async fn vision() -> Server {
+    serve(&qwen3_5()).await
+}
+
+async fn serve_with_cache(checkpoint: &Path, dir: &Path) -> Server {
+    let (load, options) = options();
+    let disk_cache = Some(DiskCacheOptions { dir: dir.into(), limit: 64 << 20, key: "vision".into() });
+    serve_checkpoint(checkpoint, &load, Options { disk_cache, ..options }).await
 }
 
 fn file(name: &str) -> String {
@@ -70,13 +90,17 @@ fn image_url(data: &str) -> Value {
 
 #[tokio::test]
 async fn answers_depend_on_the_picture() {
-    let server = vision().await;
+    check_answers_depend_on_the_picture(&qwen3_5()).await;
+    check_answers_depend_on_the_picture(qwen4_exp().path()).await;
+}
+
+async fn check_answers_depend_on_the_picture(checkpoint: &Path) {
+    let server = serve(checkpoint).await;
     let (red, blue) = (picture([255, 0, 0]), picture([0, 0, 255]));
     let mut answers = Vec::new();
     for data in [&red, &blue, &red] {
         let body = chat(json!([user(json!([text("Which colour? "), image_url(data)]))]));
         let answer = server.ask("/v1/chat/completions", &body).await;
-        // A picture of 64 x 64 pixels has 4 tokens.
         let count = server.ask("/tokenize", &body).await["count"].clone();
         assert_eq!(answer["usage"]["prompt_tokens"], count);
         answers.push(answer["choices"][0]["message"].to_string());
@@ -87,12 +111,20 @@ async fn answers_depend_on_the_picture() {
 
 #[tokio::test]
 async fn all_apis_render_the_same_prompt() {
-    let server = vision().await;
+    let tokens = check_all_apis_render_the_same_prompt(&qwen3_5()).await;
+    let refs: Value = serde_json::from_slice(&std::fs::read(format!("{FIXTURE}/refs.json")).unwrap()).unwrap();
+    assert_eq!(tokens, refs["chats"]["one"]["ids"], "transformers' ids");
+    let tokens = check_all_apis_render_the_same_prompt(qwen4_exp().path()).await;
+    // 48 x 144 pixels are 3 x 9 tokens.
+    assert_eq!(tokens.as_array().unwrap().iter().filter(|id| **id == 1003).count(), 27);
+}
+
+/// Returns the ids of the prompt.
+async fn check_all_apis_render_the_same_prompt(checkpoint: &Path) -> Value {
+    let server = serve(checkpoint).await;
     let data = file("shapes.png");
     let body = chat(json!([user(json!([text("Look at this: "), image_url(&data), text(" What is in it?")]))]));
     let tokens = server.ask("/tokenize", &body).await["tokens"].clone();
-    let refs: Value = serde_json::from_slice(&std::fs::read(format!("{FIXTURE}/refs.json")).unwrap()).unwrap();
-    assert_eq!(tokens, refs["chats"]["one"]["ids"], "transformers' ids");
     let expected = tokens.as_array().unwrap().len();
     let chat = server.ask("/v1/chat/completions", &body).await;
     assert_eq!(chat["usage"]["prompt_tokens"], expected);
@@ -112,6 +144,7 @@ async fn all_apis_render_the_same_prompt() {
     let message = server.ask("/v1/messages", &body).await;
     let cached = message["usage"]["cache_read_input_tokens"].as_u64().unwrap_or(0);
     assert_eq!(message["usage"]["input_tokens"].as_u64().unwrap() + cached, expected as u64);
+    tokens
 }
 
 #[tokio::test]
@@ -131,7 +164,12 @@ async fn tool_results_have_images() {
 
 #[tokio::test]
 async fn second_turn_reuses_the_picture() {
-    let server = vision().await;
+    check_second_turn_reuses_the_picture(&qwen3_5()).await;
+    check_second_turn_reuses_the_picture(qwen4_exp().path()).await;
+}
+
+async fn check_second_turn_reuses_the_picture(checkpoint: &Path) {
+    let server = serve(checkpoint).await;
     let first = user(json!([image_url(&file("noise.jpg")), text("What is this?")]));
     let answer = server.ask("/v1/chat/completions", &chat(json!([first]))).await;
     let prompt = answer["usage"]["prompt_tokens"].as_u64().unwrap();
@@ -140,7 +178,7 @@ async fn second_turn_reuses_the_picture() {
     let second = server.ask("/v1/chat/completions", &more).await;
     let cached = second["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap();
     assert!(cached + 8 > prompt, "{cached} of {prompt}");
-    let fresh = vision().await.ask("/v1/chat/completions", &more).await;
+    let fresh = serve(checkpoint).await.ask("/v1/chat/completions", &more).await;
     assert_eq!(second["choices"], fresh["choices"]);
     // Another picture of the same size has the same token ids. Only the prompt before the picture may be shared.
     let other = user(json!([image_url(&file("gradient.png")), text("What is this?")]));
@@ -150,14 +188,19 @@ async fn second_turn_reuses_the_picture() {
 
 #[tokio::test]
 async fn picture_is_cached_across_restarts() {
+    check_picture_is_cached_across_restarts(&qwen3_5()).await;
+    check_picture_is_cached_across_restarts(qwen4_exp().path()).await;
+}
+
+async fn check_picture_is_cached_across_restarts(checkpoint: &Path) {
     let dir = tempfile::tempdir().unwrap();
     let ask = |data: &str| chat(json!([user(json!([image_url(data), text("What is this, and where was it taken?")]))]));
     let (gradient, red) = (picture([9, 200, 30]), picture([255, 0, 0]));
-    let mut server = vision_with_cache(dir.path().into()).await;
+    let mut server = serve_with_cache(checkpoint, dir.path()).await;
     let first = server.ask("/v1/chat/completions", &ask(&gradient)).await;
     server.shut_down();
     server.wait_for_end().await;
-    let server = vision_with_cache(dir.path().into()).await;
+    let server = serve_with_cache(checkpoint, dir.path()).await;
     // The first server's thread may still hold the lock of the cache directory.
     for _ in 0..600 {
         if !server.engine.prompt_cache().disk_locked {
@@ -177,7 +220,7 @@ async fn picture_is_cached_across_restarts() {
 async fn low_detail_takes_fewer_tokens() {
     let (mut load, options) = options();
     load.vision.max_tokens = Some(16);
-    let server = serve_checkpoint(Path::new(&format!("{FIXTURE}/mlx_4bit")), &load, options).await;
+    let server = serve_checkpoint(&qwen3_5(), &load, options).await;
     let data = file("noise.jpg");
     let count = async |part: Value| {
         server.ask("/tokenize", &json!({"messages": [user(json!([part]))]})).await["count"].as_u64().unwrap()

@@ -4,6 +4,7 @@
 pub mod fixtures;
 pub mod fp8_checkpoint;
 pub mod qwen4_exp;
+pub mod qwen4_images;
 
 use moestro::tools::synth::{self, Dimensions, SynthOptions};
 use moestro_base::metrics::Metrics;

@@ -21,6 +21,7 @@ mod prompt_cache;
 mod quantizations;
 mod qwen4_exp;
 mod qwen4_files;
+mod qwen4_images;
 mod reference;
 mod refusals;
 #[path = "../support/shard.rs"]

@@ -134,20 +134,6 @@ fn table_in_own_file_gives_same_logits() {
 }
 
 #[test]
-fn vision_tower_is_named_as_unused() {
-    let mut all = tensors();
-    let ignores_vision = |all: &Tensors, options: &LoadOptions| {
-        CheckpointInfo::new(written(all).path(), options).unwrap().ignores_vision
-    };
-    assert!(!ignores_vision(&all, &options()));
-    all.insert("model.visual.patch_embed.proj.bias".into(), (Dtype::BF16, vec![1], vec![0, 0]));
-    assert!(ignores_vision(&all, &options()));
-    let mut disabled = options();
-    disabled.vision.disabled = true;
-    assert!(!ignores_vision(&all, &disabled));
-}
-
-#[test]
 fn rows_are_read_once_then_cached() {
     let (case, metrics) = (&cases()[1], Metrics::new("test", "cpu"));
     let mut model = Qwen::load(&dir(), &options(), &metrics, &mut |_, _| ()).unwrap();

@@ -21,7 +21,6 @@ use crate::{
     checkpoint::{
         Checkpoint, RowTable, TrunkLoader,
         index::Index,
-        names::vision_name,
         pack::{self, PackedRows},
     },
     error::ModelError,
@@ -59,8 +58,6 @@ pub struct CheckpointInfo {
     pub feed_forward: Option<[ProjectionShape; 3]>,
     /// The vision tower, if the checkpoint has one and the options enable images.
     pub vision: Option<VisionTower>,
-    /// True if the checkpoint has a vision tower that is not used, because images are untested for its architecture.
-    pub ignores_vision: bool,
     /// The MTP head, if the options ask for one.
     pub head: Option<MtpInfo>,
     kv_format: KvFormat,
@@ -111,12 +108,8 @@ impl CheckpointInfo {
         let trunk = [len, gathered, net.head().bytes() as u64];
         let footprint = footprint(&config, options, trunk, &experts);
         let head = mtp::inspect(dir, &config, &checkpoint.index, options)?;
-        // Images are untested for models with an indexer or several streams.
-        let is_untested = config.streams.is_some() || config.indexer.is_some();
-        let has_tower = || checkpoint.index.tensors.keys().any(|name| vision_name(name).is_some());
-        let ignores_vision = is_untested && !options.vision.disabled && has_tower();
-        let reads_text_only = options.vision.disabled || is_untested;
-        let vision = if reads_text_only { None } else { vision::open(dir, &checkpoint.index, config.hidden) };
+        let is_disabled = options.vision.disabled;
+        let vision = if is_disabled { None } else { vision::open(dir, &checkpoint.index, config.hidden) };
         let vision = vision.map(|tower| tower.with_max_tokens(options.image_tokens()));
         let footprint = ModelFootprint {
             vision: vision.as_ref().map_or(0, |tower| tower.bytes(options.vision_on_gpu())),
@@ -139,7 +132,6 @@ impl CheckpointInfo {
             footprint,
             feed_forward,
             vision,
-            ignores_vision,
             head,
             kv_format,
         })

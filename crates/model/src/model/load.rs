@@ -39,9 +39,6 @@ impl Qwen {
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<Self, ModelError> {
         let mut info = CheckpointInfo::new(dir, options)?;
-        if info.ignores_vision {
-            tracing::info!("the vision tower is not used: images are untested for this architecture");
-        }
         let machine = MachineLimits::here(options.gpu);
         let plan = info.plan(&machine, &options.plan)?;
         let CheckpointInfo { config, checkpoint, experts, files, packed, packed_rows, footprint, vision, head, .. } =

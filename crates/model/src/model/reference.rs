@@ -98,20 +98,18 @@ impl Reference {
         if let Some(&id) = ids.iter().find(|id| **id as usize >= vocab) {
             return Err(ModelError::TokenOutOfRange { id, vocab });
         }
-        if let Some(streams) = &self.config.streams {
-            if !images.is_empty() {
-                return Err(ModelError::Config("this architecture reads text only".into()));
-            }
-            return self.forward_streams(streams, ids);
-        }
-        let embed = self.matrix(names::EMBEDDING, vocab, hidden)?;
-        let mut h = embed.index_select(&Tensor::new(ids, &self.device)?, 0)?;
+        let embedding = self.matrix(names::EMBEDDING, vocab, hidden)?;
+        let mut h = embedding.index_select(&Tensor::new(ids, &self.device)?, 0)?;
+        drop(embedding);
         for (placed, rows) in images {
             let rows = Tensor::from_slice(rows, (placed.image.tokens(), hidden), &self.device)?;
             h = h.slice_scatter0(&rows.to_dtype(self.precision)?, placed.at)?;
         }
         let placed: Vec<PlacedImage> = images.iter().map(|(placed, _)| placed.clone()).collect();
         let positions: Vec<Position> = RowPositions::new(0, 0, &placed).take(ids.len()).collect();
+        if let Some(streams) = &self.config.streams {
+            return self.forward_streams(streams, ids, &h, &positions);
+        }
         let mut residuals = Vec::new();
         let mut routes = Vec::new();
         for (index, full) in self.config.full.iter().enumerate() {
@@ -134,9 +132,14 @@ impl Reference {
             residuals.push(h.clone());
         }
         let h = rms_norm(&h, &self.norm(names::FINAL_NORM, hidden)?, eps)?;
-        let head = if self.config.tied { embed } else { self.matrix(names::LM_HEAD, vocab, hidden)? };
         let stages = HashMap::new();
-        Ok(Computed { logits: linear(&h, &head)?, residuals, routes, stages })
+        Ok(Computed { logits: linear(&h, &self.head()?)?, residuals, routes, stages })
+    }
+
+    /// The matrix of the output head. A tied head is the embedding.
+    fn head(&self) -> Result<Tensor, ModelError> {
+        let Config { hidden, vocab, tied, .. } = self.config;
+        self.matrix(if tied { names::EMBEDDING } else { names::LM_HEAD }, vocab, hidden)
     }
 
     /// Gated attention. The query projection holds, per head, the query and a gate for the head's output. Several query

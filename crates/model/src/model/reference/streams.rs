@@ -23,13 +23,16 @@ use moestro_compute::ops::StreamShape;
 use std::collections::HashMap;
 
 impl Reference {
-    /// Computes the sequence `ids` of a model with several residual streams.
-    pub(super) fn forward_streams(&self, shape: &StreamShape, ids: &[u32]) -> Result<Computed, ModelError> {
-        let hidden = self.config.hidden;
-        let vocab = self.config.vocab;
-        let embed = self.matrix(names::EMBEDDING, vocab, hidden)?;
-        let x = embed.index_select(&Tensor::new(ids, &self.device)?, 0)?;
-        let mut r = Tensor::cat(&vec![&x; shape.count], 1)?;
+    /// Computes the sequence `ids` of a model with several residual streams. `x` has the embeddings `[T, hidden]`, with
+    /// the rows of images in place of the embeddings of their tokens. N-grams always have the tokens' ids.
+    pub(super) fn forward_streams(
+        &self,
+        shape: &StreamShape,
+        ids: &[u32],
+        x: &Tensor,
+        positions: &[Position],
+    ) -> Result<Computed, ModelError> {
+        let mut r = Tensor::cat(&vec![x; shape.count], 1)?;
         let mut residuals = Vec::new();
         let mut routes = Vec::new();
         let mut stages = HashMap::new();
@@ -45,10 +48,9 @@ impl Reference {
             let (u, inject) = self.read(shape, &r, &format!("{layer}attn_hyper_connection."), true)?;
             let path = format!("{layer}self_attn.");
             let y = if *full {
-                let (mask, blocks) = self.select(&u, &path)?;
+                let (mask, blocks) = self.select(&u, positions, &path)?;
                 keep("qsa_blocks", &blocks);
-                let positions: Vec<Position> = (0..ids.len()).map(|index| [index; 3]).collect();
-                self.attention(&u, &positions, &path, Some(&mask))?
+                self.attention(&u, positions, &path, Some(&mask))?
             } else {
                 self.delta_net(&u, &format!("{layer}linear_attn."))?
             };
@@ -62,8 +64,7 @@ impl Reference {
             residuals.push(r.clone());
         }
         let (u, _) = self.read(shape, &r, names::LAST_MIX, false)?;
-        let head = if self.config.tied { embed } else { self.matrix(names::LM_HEAD, vocab, hidden)? };
-        Ok(Computed { logits: linear(&u, &head)?, residuals, routes, stages })
+        Ok(Computed { logits: linear(&u, &self.head()?)?, residuals, routes, stages })
     }
 
     /// Reads the streams: returns the mean of the normalised streams, each multiplied by its gates. A low-rank matrix
@@ -101,33 +102,29 @@ impl Reference {
     }
 
     /// Returns the positions that each token attends to, as a mask `[T, T]`, and the blocks that each token selects,
-    /// `[T, blocks]`, where -1 means no block. A block of `ratio` positions is scored with the block's key: the mean of
-    /// the keys of its tokens, normalised and rotated.
-    fn select(&self, u: &Tensor, path: &str) -> Result<(Tensor, Tensor), ModelError> {
+    /// `[T, blocks]`, where -1 means no block. A block of `ratio` tokens is scored with the block's key: the mean of the
+    /// keys of its tokens, normalised, and rotated by the position of its first token.
+    fn select(&self, u: &Tensor, positions: &[Position], path: &str) -> Result<(Tensor, Tensor), ModelError> {
         let Some(shape) = self.config.indexer else {
             return Err(ModelError::Config("the attention layers have no indexer".into()));
         };
         let (tokens, hidden) = u.dims2()?;
         let eps = self.config.eps;
-        // RoPE angles of `rows` rows that are `stride` positions apart.
-        let angles = |rows: usize, stride: usize| {
-            let positions: Vec<Position> = (0..rows).map(|row| [row * stride; 3]).collect();
-            self.rope_angles(&positions)
-        };
         let heads = shape.heads;
         let dim = shape.dim;
         let ratio = shape.ratio;
         let norm = |name: &str| self.norm(&format!("{path}indexer.{name}_layernorm.weight"), dim);
         let projected = linear(u, &self.matrix(&format!("{path}indexer.index_qk_proj"), shape.width(), hidden)?)?;
         let q = projected.narrow(1, 0, heads * dim)?.reshape((tokens, heads, dim))?;
-        let q = rotate(&rms_norm(&q, &norm("q")?, eps)?, shape.rope_dim, &angles(tokens, 1))?;
+        let q = rotate(&rms_norm(&q, &norm("q")?, eps)?, shape.rope_dim, &self.rope_angles(positions))?;
         let closed = tokens / ratio;
         let mut scores = vec![Vec::new(); tokens];
         if closed > 0 {
             let raw = projected.narrow(1, heads * dim, dim)?.narrow(0, 0, closed * ratio)?.contiguous()?;
             let mean = raw.reshape((closed, ratio, dim))?.mean(1)?;
             let keys = rms_norm(&mean, &norm("k")?, eps)?.reshape((closed, 1, dim))?;
-            let keys = rotate(&keys, shape.rope_dim, &angles(closed, ratio))?.reshape((closed, dim))?;
+            let firsts: Vec<Position> = positions.iter().step_by(ratio).take(closed).copied().collect();
+            let keys = rotate(&keys, shape.rope_dim, &self.rope_angles(&firsts))?.reshape((closed, dim))?;
             let products = q.reshape((tokens * heads, dim))?.matmul(&keys.t()?)?.relu()?;
             let sums = products.reshape((tokens, heads, closed))?.sum(1)? * (dim as f64).powf(-0.5);
             scores = on_cpu(&sums?)?.to_vec2::<f64>()?;
