@@ -410,10 +410,10 @@ impl Parser {
         self.emit(Delta::ToolCall { index: self.calls, id: call_id(), name: name.clone() });
         self.calls += 1;
         let parameters = self.tools.parameters(&name);
-        self.to_body(PendingCall { name, parameters, seen: Vec::new(), empty: None })
+        self.begin_body(PendingCall { name, parameters, seen: Vec::new(), empty: None })
     }
 
-    fn to_body(&mut self, call: PendingCall) -> StepResult {
+    fn begin_body(&mut self, call: PendingCall) -> StepResult {
         self.to(ParserState::Body { call, stray: false })
     }
 
@@ -458,7 +458,7 @@ impl Parser {
 
     fn skip_tag(&mut self, call: PendingCall, length: usize) -> StepResult {
         self.at += length;
-        self.to_body(call)
+        self.begin_body(call)
     }
 
     /// Emits text that belongs to no parameter as content.
@@ -522,7 +522,7 @@ impl Parser {
         } else {
             self.arguments(argument.finish());
         }
-        self.to_body(call)
+        self.begin_body(call)
     }
 
     /// Skips the line end before a value. `None` if more text decides whether there is one.

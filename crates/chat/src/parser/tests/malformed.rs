@@ -401,7 +401,7 @@ fn tags_that_are_no_markup_of_the_tool_stay() {
         "<parameter-group name=\"n\">",
     ] {
         for value in [
-            format!("{line}"),
+            line.to_string(),
             format!("a\n{line}\nb"),
             format!("{line}\nb"),
             format!("a\n{line}"),

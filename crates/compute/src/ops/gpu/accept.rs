@@ -2,14 +2,42 @@
 
 use crate::{
     device::DeviceError,
-    ops::{MoeWeights, WeightFormat, cpu::refuse},
+    ops::{ModelPart, MoeWeights, WeightFormat, cpu::refuse},
 };
 
 /// Kernels load 16 bytes at a time.
-pub const ALIGN: usize = 16;
+const ALIGN: usize = 16;
+
+/// Returns an error if the kernels cannot compute this part of a model.
+pub(super) fn accept_part(part: ModelPart<'_>) -> Result<(), DeviceError> {
+    match part {
+        ModelPart::Weight(weight) => match weight.parts.iter().find(|part| part.offset % ALIGN != 0) {
+            Some(part) => refuse(format!(
+                "GPU kernels need matrices at multiples of 16 bytes, but one is at byte {} of the trunk",
+                part.offset
+            )),
+            None => accept_format(weight.codes, weight.cols),
+        },
+        ModelPart::Attention(shape) if shape.dim > 256 || shape.dim % 4 != 0 || shape.heads > 32 * shape.kv_heads => {
+            refuse(format!(
+                "GPU kernels need heads that are multiples of 4, at most 256, and at most 32 per key head, not {shape:?}"
+            ))
+        }
+        ModelPart::Delta(shape) if shape.conv_width != 4 || shape.key_dim.max(shape.value_dim) > 256 => {
+            refuse(format!("GPU kernels need a convolution of width 4 and heads of at most 256, not {shape:?}"))
+        }
+        ModelPart::Indexer(shape) if shape.dim > 256 || shape.dim % 4 != 0 => {
+            let dim = shape.dim;
+            refuse(format!("GPU kernels need indexer heads that are multiples of 4, at most 256, not {dim}"))
+        }
+        ModelPart::Attention(shape) => shape.divisible(),
+        ModelPart::Indexer(_) | ModelPart::Delta(_) => Ok(()),
+        ModelPart::Moe(layer) => accept_moe(layer),
+    }
+}
 
 /// Returns an error if the kernels cannot read rows of `cols` values in this format.
-pub fn accept_format(codes: WeightFormat, cols: usize) -> Result<(), DeviceError> {
+fn accept_format(codes: WeightFormat, cols: usize) -> Result<(), DeviceError> {
     match codes {
         WeightFormat::Fp8(None) => refuse("GPU kernels need FP8 weights with scales".into()),
         WeightFormat::Fp8(_) if !cols.is_multiple_of(16) => {
@@ -20,7 +48,7 @@ pub fn accept_format(codes: WeightFormat, cols: usize) -> Result<(), DeviceError
 }
 
 /// Returns an error if the kernels cannot compute these experts.
-pub fn accept_moe(layer: &MoeWeights) -> Result<(), DeviceError> {
+fn accept_moe(layer: &MoeWeights) -> Result<(), DeviceError> {
     let experts = layer.router.rows;
     let k = layer.k;
     if experts > 1024 || k > 31 {

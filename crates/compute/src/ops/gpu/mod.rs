@@ -7,7 +7,7 @@ use super::{
     ReservedBuffer, cpu::refuse, experts::Jobs, linear::RowTiles, norm::rms_norm,
 };
 use crate::device::{BufferAccess, CommandQueue, DeviceError, Driver, Launch, Region, Slab, SyncPoint, Timeline};
-use accept::{ALIGN, accept_format, accept_moe};
+use accept::accept_part;
 use std::{collections::HashMap, ops::Range, sync::Arc, time::Duration};
 
 /// Maximum number of rows that are computed as in decoding, with experts found through the slot table.
@@ -325,32 +325,7 @@ impl<D: Driver> Backend for GpuBackend<D> {
     }
 
     fn accept(&self, part: ModelPart<'_>) -> Result<(), DeviceError> {
-        match part {
-            ModelPart::Weight(weight) => match weight.parts.iter().find(|part| part.offset % ALIGN != 0) {
-                Some(part) => refuse(format!(
-                    "GPU kernels need matrices at multiples of 16 bytes, but one is at byte {} of the trunk",
-                    part.offset
-                )),
-                None => accept_format(weight.codes, weight.cols),
-            },
-            ModelPart::Attention(shape)
-                if shape.dim > 256 || shape.dim % 4 != 0 || shape.heads > 32 * shape.kv_heads =>
-            {
-                refuse(format!(
-                    "GPU kernels need heads that are multiples of 4, at most 256, and at most 32 per key head, not {shape:?}"
-                ))
-            }
-            ModelPart::Delta(shape) if shape.conv_width != 4 || shape.key_dim.max(shape.value_dim) > 256 => {
-                refuse(format!("GPU kernels need a convolution of width 4 and heads of at most 256, not {shape:?}"))
-            }
-            ModelPart::Indexer(shape) if shape.dim > 256 || shape.dim % 4 != 0 => {
-                let dim = shape.dim;
-                refuse(format!("GPU kernels need indexer heads that are multiples of 4, at most 256, not {dim}"))
-            }
-            ModelPart::Attention(shape) => shape.divisible(),
-            ModelPart::Indexer(_) | ModelPart::Delta(_) => Ok(()),
-            ModelPart::Moe(layer) => accept_moe(layer),
-        }
+        accept_part(part)
     }
 
     fn check_threads(&mut self, part: ModelPart<'_>) -> Result<(), DeviceError> {
