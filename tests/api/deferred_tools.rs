@@ -310,9 +310,9 @@ async fn answer_after_searches_equals_that_of_fresh_server() {
 }
 
 #[tokio::test]
-#[ignore = "takes minutes"]
+#[ignore = "long: 40 random conversations"]
 async fn answers_after_many_searches_equal_those_of_fresh_server() {
-    compare_with_fresh_server(Dice(300), 300).await;
+    compare_with_fresh_server(Dice(100), 40).await;
 }
 
 /// Sends random conversations turn by turn, and their last turns to a server that has not cached them.
