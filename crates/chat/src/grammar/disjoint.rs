@@ -1,53 +1,157 @@
 //! Finds out whether the alternatives of a `oneOf` exclude each other. llguidance supports only `anyOf`, which means
 //! the same as `oneOf` for such alternatives.
 
-use crate::schema::Document;
+use crate::schema::{Document, TypeSet};
 use serde_json::Value;
+use std::slice;
 
 /// Maximum number of alternatives that are compared pairwise.
 const MAX_ALTERNATIVES: usize = 256;
+/// Maximum number of parts that are read for one `oneOf`. A part that is not read may allow every value.
+const MAX_PARTS: usize = 100_000;
+/// Maximum number of references and parts inside of each other that are read.
+const MAX_DEPTH: usize = 32;
 
-/// True if the types and tags of the alternatives show that a value can match only one alternative. A tag is a required
-/// property with one allowed value.
-pub fn are_disjoint(alternatives: &[Value], document: &Document<'_>) -> bool {
-    let resolve = |alternative| document.target(alternative).unwrap_or(alternative);
-    let resolved: Vec<&Value> = alternatives.iter().map(resolve).collect();
-    alternatives.len() <= MAX_ALTERNATIVES
-        && resolved.iter().enumerate().all(|(at, one)| resolved[..at].iter().all(|other| differ(one, other)))
+/// True if the types, constants and tags of the alternatives show that a value can match only one alternative. A tag is a
+/// property that one of two alternatives requires and that has different values in them.
+pub fn are_disjoint<'a>(alternatives: &'a [Value], document: &Document<'a>) -> bool {
+    let mut reader = AlternativeReader { document, parts_left: MAX_PARTS };
+    let all: Vec<_> = alternatives.iter().map(|alternative| reader.read(alternative, 0)).collect();
+    let mut excludes_earlier = |at: usize| all[..at].iter().all(|other| reader.exclude(&all[at], other, 0));
+    alternatives.len() <= MAX_ALTERNATIVES && (0..all.len()).all(&mut excludes_earlier)
 }
 
-fn differ(one: &Value, other: &Value) -> bool {
-    match (types(one), types(other)) {
-        (Some(ours), Some(theirs)) if !ours.iter().any(|kind| theirs.contains(kind)) => true,
-        _ => have_different_tags(one, other),
+/// The values that a schema allows at most.
+#[derive(Default)]
+struct AllowedValues<'a> {
+    types: TypeSet,
+    /// The only allowed values. `None` if the schema does not list them.
+    constants: Option<Vec<&'a Value>>,
+    /// The properties of an object.
+    properties: Vec<(&'a str, &'a Value)>,
+    required: Vec<&'a str>,
+}
+
+impl<'a> AllowedValues<'a> {
+    fn of_types(types: TypeSet) -> Self {
+        Self { types, ..Self::default() }
+    }
+
+    fn of_type(name: &str) -> Self {
+        match name {
+            "null" => Self::of_constants(&[Value::Null]),
+            "boolean" => Self::of_constants(&[Value::Bool(true), Value::Bool(false)]),
+            _ => Self::of_types(TypeSet::named(name)),
+        }
+    }
+
+    fn of_constants(values: &'a [Value]) -> Self {
+        let types = values.iter().map(TypeSet::of).fold(TypeSet::default(), TypeSet::or);
+        Self { constants: Some(values.iter().collect()), ..Self::of_types(types) }
+    }
+
+    /// The values that both allow.
+    fn and(mut self, other: Self) -> Self {
+        self.types = self.types.and(other.types);
+        self.constants = match (self.constants, other.constants) {
+            (Some(ours), Some(theirs)) => Some(ours.into_iter().filter(|value| contains(&theirs, value)).collect()),
+            (ours, theirs) => ours.or(theirs),
+        };
+        if let Some(constants) = &mut self.constants {
+            constants.retain(|value| self.types.has_any(TypeSet::of(value)));
+            let types = constants.iter().map(|value| TypeSet::of(value)).fold(TypeSet::default(), TypeSet::or);
+            self.types = self.types.and(types);
+        }
+        self.properties.extend(other.properties);
+        self.required.extend(other.required);
+        self
+    }
+
+    /// The values that one of both allows.
+    fn or(self, other: Self) -> Self {
+        let constants = self.constants.zip(other.constants).map(|(ours, theirs)| [ours, theirs].concat());
+        Self { constants, ..Self::of_types(self.types.or(other.types)) }
     }
 }
 
-/// The types that a schema allows. `integer` counts as `number`.
-fn types(schema: &Value) -> Option<Vec<&str>> {
-    let names: Vec<&str> = match schema.get("type")? {
-        Value::Array(names) => names.iter().map(Value::as_str).collect::<Option<_>>()?,
-        name => vec![name.as_str()?],
-    };
-    Some(names.into_iter().map(|name| if name == "integer" { "number" } else { name }).collect())
+struct AlternativeReader<'d, 'a> {
+    document: &'d Document<'a>,
+    parts_left: usize,
 }
 
-fn have_different_tags(one: &Value, other: &Value) -> bool {
-    let properties = one.get("properties").and_then(Value::as_object).into_iter().flatten();
-    let mut names = properties.map(|(name, _)| name);
-    names.any(|name| matches!((tag(one, name), tag(other, name)), (Some(ours), Some(theirs)) if ours != theirs))
+impl<'a> AlternativeReader<'_, 'a> {
+    fn read(&mut self, schema: &'a Value, depth: usize) -> AllowedValues<'a> {
+        let everything = AllowedValues::of_types(TypeSet::OTHERS.or(TypeSet::STRING));
+        self.parts_left = self.parts_left.saturating_sub(1);
+        let fields = match schema {
+            Value::Bool(false) => return AllowedValues::of_constants(&[]),
+            Value::Object(fields) if depth <= MAX_DEPTH && self.parts_left > 0 => fields,
+            _ => return everything,
+        };
+        let list = |key: &str| fields.get(key).and_then(Value::as_array).map(Vec::as_slice);
+        let properties = fields.get("properties").and_then(Value::as_object).into_iter().flatten();
+        let mut allowed = AllowedValues {
+            properties: properties.map(|(name, part)| (name.as_str(), part)).collect(),
+            required: list("required").into_iter().flatten().filter_map(Value::as_str).collect(),
+            ..everything
+        };
+        if let Some(names) = list("type").or(fields.get("type").map(slice::from_ref)) {
+            let types = names.iter().filter_map(Value::as_str).map(AllowedValues::of_type).reduce(AllowedValues::or);
+            allowed = allowed.and(types.unwrap_or(AllowedValues::of_constants(&[])));
+        }
+        for values in list("enum").into_iter().chain(fields.get("const").map(slice::from_ref)) {
+            allowed = allowed.and(AllowedValues::of_constants(values));
+        }
+        for part in self.document.target(schema).into_iter().chain(list("allOf").into_iter().flatten()) {
+            allowed = allowed.and(self.read(part, depth + 1));
+        }
+        for choices in ["anyOf", "oneOf"].into_iter().filter_map(list) {
+            let choices = choices.iter().map(|part| self.read(part, depth + 1)).reduce(AllowedValues::or);
+            allowed = allowed.and(choices.unwrap_or(AllowedValues::of_constants(&[])));
+        }
+        // OpenAPI 3.0 writes a type that may be null in this way.
+        let is_nullable = fields.get("nullable") == Some(&Value::Bool(true));
+        if is_nullable { allowed.or(AllowedValues::of_constants(&[Value::Null])) } else { allowed }
+    }
+
+    /// True if no value is allowed by both.
+    fn exclude(&mut self, one: &AllowedValues<'a>, other: &AllowedValues<'a>, depth: usize) -> bool {
+        let types = one.types.and(other.types);
+        if let (Some(ours), Some(theirs)) = (&one.constants, &other.constants) {
+            return !ours.iter().any(|value| contains(theirs, value));
+        }
+        if types != TypeSet::OBJECT || depth > MAX_DEPTH {
+            return types.is_empty();
+        }
+        let names: Vec<&str> = one.required.iter().chain(&other.required).copied().collect();
+        let part = |allowed: &AllowedValues<'a>, name: &str| {
+            allowed.properties.iter().find(|(property, _)| *property == name).map(|(_, part)| *part)
+        };
+        names.into_iter().filter_map(|name| part(one, name).zip(part(other, name))).any(|(ours, theirs)| {
+            let [ours, theirs] = [ours, theirs].map(|part| self.read(part, depth + 1));
+            self.exclude(&ours, &theirs, depth + 1)
+        })
+    }
 }
 
-/// The only allowed value of a required property of an object.
-fn tag<'a>(schema: &'a Value, name: &str) -> Option<&'a Value> {
-    let is_object = schema.get("type").is_some_and(|kind| kind == "object");
-    let is_required = schema.get("required")?.as_array()?.iter().any(|required| required == name);
-    let property = schema.get("properties")?.get(name)?;
-    let only = property.get("const").or_else(|| match property.get("enum")?.as_array()?.as_slice() {
-        [only] => Some(only),
-        _ => None,
-    });
-    only.filter(|_| is_object && is_required)
+fn contains(values: &[&Value], value: &Value) -> bool {
+    values.iter().any(|other| are_equal(other, value))
+}
+
+/// True for equal values of JSON Schema, which does not tell 1 from 1.0. Also true for large integers that an `f64` cannot
+/// tell apart.
+fn are_equal(one: &Value, other: &Value) -> bool {
+    match (one, other) {
+        (Value::Number(one), Value::Number(other)) => one.as_f64() == other.as_f64(),
+        (Value::Array(ones), Value::Array(others)) => {
+            ones.len() == others.len() && ones.iter().zip(others).all(|(one, other)| are_equal(one, other))
+        }
+        (Value::Object(ones), Value::Object(others)) => {
+            let is_equal = |(name, one)| others.get(name).is_some_and(|other| are_equal(one, other));
+            ones.len() == others.len() && ones.iter().all(is_equal)
+        }
+        _ => one == other,
+    }
 }
 
 #[cfg(test)]
@@ -60,8 +164,9 @@ mod tests {
     }
 
     #[test]
-    fn types_and_tags_make_alternatives_disjoint() {
-        let root = json!({"$defs": {"cat": tagged("cat"), "dog": tagged("dog")}});
+    fn types_constants_and_tags_make_alternatives_disjoint() {
+        let root = json!({"$defs": {"cat": tagged("cat"), "dog": {"$ref": "#/$defs/hound"}, "hound": tagged("dog"),
+            "loop": {"$ref": "#/$defs/loop"}}});
         let optional = json!({"type": "object", "properties": {"kind": {"const": "bird"}}});
         for (alternatives, disjoint) in [
             (json!([{"type": "string"}, {"type": "null"}, {"type": "integer"}]), true),
@@ -69,7 +174,35 @@ mod tests {
             (json!([{"type": ["string", "null"]}, {"type": "null"}]), false),
             (json!([{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}, {"type": "string"}]), true),
             (json!([{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/cat"}]), false),
-            (json!([tagged("cat"), optional]), false),
+            // An object without the tag matches only the second alternative.
+            (json!([tagged("cat"), optional]), true),
+            (json!([optional, {"type": "object", "properties": {"kind": {"const": "cat"}}}]), false),
+            (json!([tagged("cat"), {"required": ["kind"], "properties": {"kind": {"const": "dog"}}}]), true),
+            (
+                json!([{"required": ["a"], "properties": {"a": {"const": 1}}}, {"properties": {"a": {"const": 2}}}]),
+                false,
+            ),
+            (json!([{"const": "a"}, {"const": "b"}, {"enum": ["c", 1, null]}, {"const": 2}]), true),
+            (json!([{"type": "string", "enum": ["a", "b"]}, {"type": "string", "enum": ["c"]}]), true),
+            (json!([{"enum": ["a", "b"]}, {"enum": ["b", "c"]}]), false),
+            (json!([{"const": 1}, {"const": 1.0}]), false),
+            (json!([{"const": [1, {"a": 2}]}, {"const": [1.0, {"a": 2.0}]}]), false),
+            (json!([{"const": [1]}, {"const": [2]}, {"const": {"a": 1}}, {"const": {"a": 2}}]), true),
+            (json!([{"const": "a"}, {"type": "string"}]), false),
+            (json!([{"const": "a"}, {"type": "integer"}]), true),
+            (json!([{"enum": ["a", 5], "type": "string"}, {"type": "integer"}]), true),
+            (json!([{"const": 5}, {"type": "integer"}]), false),
+            (json!([{"const": 5}, {"type": "integer", "const": 6, "title": "six"}]), true),
+            (json!([{"type": "string", "nullable": true}, {"type": "null"}]), false),
+            (json!([{"const": "a", "nullable": true}, {"const": "b"}]), true),
+            (json!([{"const": "a", "nullable": true}, {"const": "b", "nullable": true}]), false),
+            (json!([{"allOf": [{"type": ["string", "null"]}, {"enum": ["a", null, 3]}]}, {"enum": ["b", 3]}]), true),
+            (json!([{"anyOf": [{"const": "a"}, {"const": "b"}]}, {"anyOf": [{"const": "c"}, {"type": "null"}]}]), true),
+            (json!([{"anyOf": [{"const": "a"}, {"const": "b"}]}, {"oneOf": [{"const": "b"}]}]), false),
+            (json!([false, {"type": "string"}, false]), true),
+            (json!([true, {"type": "string"}]), false),
+            (json!([{"$ref": "#/$defs/loop"}, {"type": "string"}]), false),
+            (json!([{"const": 9007199254740993i64}, {"const": 9007199254740992i64}]), false),
             (json!([{"minimum": 1}, {"type": "string"}]), false),
             (json!([]), true),
         ] {

@@ -331,8 +331,11 @@ impl Writer {
         let count = if self.random.one_in(10) { 10 } else { 8 };
         let word = || words[self.random.below(count)].clone();
         let some: Vec<Value> = std::iter::repeat_with(word).take(3).collect();
-        match self.random.below(7) {
+        match self.random.below(8) {
             0 => json!({"type": "string", "enum": some}),
+            7 => {
+                json!({"oneOf": [{"const": some[0]}, {"enum": [some[1], 7, null]}, {"type": "integer", "enum": [8, 9]}]})
+            }
             1 => json!({"const": some[0]}),
             2 => json!({"anyOf": some.iter().map(|word| json!({"const": word, "type": "string"})).collect::<Vec<_>>()}),
             3 => json!({"enum": [some[0], 7, null, true, [4], {"five": 5}]}),

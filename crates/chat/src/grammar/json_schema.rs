@@ -229,8 +229,8 @@ impl<'a> Preparation<'a> {
             let are_disjoint = schema.get("oneOf").and_then(Value::as_array);
             let are_disjoint = are_disjoint.is_some_and(|all| disjoint::are_disjoint(all, &self.document));
             if prepared.contains_key("anyOf") || !are_disjoint {
-                let reason = "`oneOf` can be enforced in a strict schema only if types or a tag tell its alternatives \
-                              apart; use `anyOf`";
+                let reason = "`oneOf` can be enforced in a strict schema only if types, constants or a tag tell its \
+                              alternatives apart; use `anyOf`";
                 return Err(FormatError::new(&format!("{path}.oneOf"), reason));
             }
             prepared = prepared

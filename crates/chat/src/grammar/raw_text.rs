@@ -134,39 +134,47 @@ fn expression(text: &TextLimits, excluded: &[&str], strict: bool) -> Result<Opti
     if can_be_empty && is_empty(&included, &excluded) {
         return Ok(None);
     }
+    Ok(Some(conjunction(&included, &excluded)))
+}
+
+/// Lark expression of the texts that match all of `included` and none of `excluded`.
+fn conjunction(included: &[String], excluded: &[impl AsRef<str>]) -> String {
     let included = included.iter().map(|expression| format!("/{expression}/"));
-    let excluded = excluded.iter().map(|expression| format!("~/{expression}/"));
-    Ok(Some(format!("({})", included.chain(excluded).collect::<Vec<_>>().join(" & "))))
+    let excluded = excluded.iter().map(|expression| format!("~/{}/", expression.as_ref()));
+    format!("({})", included.chain(excluded).collect::<Vec<_>>().join(" & "))
 }
 
 /// True if it is known that no text matches all of `included` and none of `excluded`.
-fn is_empty(included: &[String], excluded: &[&str]) -> bool {
+fn is_empty(included: &[String], excluded: &[impl AsRef<str>]) -> bool {
     let included = included.iter().map(|expression| RegexAst::Regex(expression.clone()));
-    let excluded = excluded.iter().map(|expression| RegexAst::Not(Box::new(RegexAst::Regex((*expression).into()))));
+    let excluded =
+        excluded.iter().map(|expression| RegexAst::Not(Box::new(RegexAst::Regex(expression.as_ref().into()))));
     let mut builder = RegexBuilder::new();
     let built = builder.mk(&RegexAst::And(included.chain(excluded).collect()));
     let regex = built.and_then(|all| builder.to_regex_limited(all, MAX_EMPTINESS_FUEL));
     regex.is_ok_and(|mut regex| regex.always_empty())
 }
 
-/// Expression of names that the schema does not list. `None` if their pattern cannot be enforced.
+/// Expression of names that the schema does not list. `None` if there are no such names, or if their pattern cannot be
+/// enforced.
 pub fn name_expression(names: &OpenNames<'_>, listed: &[&str], strict: bool) -> Result<Option<String>, FormatError> {
-    let mut all = Vec::new();
-    match names.pattern {
-        None => all.push("/[A-Za-z0-9_.-]{1,64}/".to_owned()),
-        Some(pattern) => {
-            let Some(pattern) = whole_match(pattern, strict, ".patternProperties")? else { return Ok(None) };
-            all.extend([r#"/[^<>\s"']([^<>\n]{0,62}[^<>\s])?/"#.to_owned(), format!("/{pattern}/")]);
+    let at = ".patternProperties";
+    let mut included = vec!["[A-Za-z0-9_.-]{1,64}".to_owned()];
+    if let Some(pattern) = names.pattern {
+        let Some(expression) = whole_match(pattern, strict, at)? else { return Ok(None) };
+        included = vec![r#"[^<>\s"']([^<>\n]{0,62}[^<>\s])?"#.to_owned(), expression];
+        if strict && is_empty(&included, &[""; 0]) {
+            let reason =
+                format!("`patternProperties` has the pattern `{pattern}`, which no name of a parameter can match");
+            return Err(FormatError::new(at, reason));
         }
     }
+    let mut excluded = Vec::new();
     for other in &names.other_patterns {
-        all.extend(whole_match(other, strict, ".patternProperties")?.map(|other| format!("~/{other}/")));
+        excluded.extend(whole_match(other, strict, at)?);
     }
-    if !listed.is_empty() {
-        let listed: Vec<String> = listed.iter().map(|name| literal(name)).collect();
-        all.push(format!("~({})", listed.join(" | ")));
-    }
-    Ok(Some(format!("({})", all.join(" & "))))
+    excluded.extend(listed.iter().map(|name| regex_to_lark(&fancy_regex::escape(name), "dw")));
+    Ok((!is_empty(&included, &excluded)).then(|| conjunction(&included, &excluded)))
 }
 
 /// Expression of the whole texts in which `pattern` matches somewhere. `None` if it cannot be enforced.

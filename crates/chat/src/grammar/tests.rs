@@ -360,7 +360,8 @@ fn libraries_schemas_are_accepted_if_strict() {
         "discriminator": {"propertyName": "kind", "mapping": {"cat": "#/$defs/Cat", "dog": "#/$defs/Dog"}}});
     let record =
         json!({"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "integer"}});
-    for schema in [tagged, record] {
+    let constants = json!({"oneOf": [{"const": "a", "title": "A"}, {"const": "b"}, {"enum": [1, 2]}, {"const": null}]});
+    for schema in [tagged, record, constants] {
         let constraint = compile(&json_format(&schema, true)).unwrap();
         for seed in 0..10 {
             let value: Value = serde_json::from_str(&text(&random_answer(constraint.clone(), seed))).unwrap();
@@ -416,6 +417,8 @@ fn words_after_other_keywords_are_kept() {
         json!({"type": "string", "anyOf": [{"const": "red"}, {"const": "blue"}]}),
         json!({"anyOf": [color, {"type": "null"}], "default": null}),
         json!({"oneOf": [color, {"type": "null"}]}),
+        json!({"oneOf": [{"const": "red", "title": "Red"}, {"type": "string", "enum": ["blue", "green"]}]}),
+        json!({"oneOf": [{"const": 1}, {"const": "1"}, {"type": "integer", "enum": [2, 3]}]}),
         json!({"type": ["string", "integer"], "enum": ["red", "7"]}),
         json!({"enum": ["red", "blue"], "pattern": "^r"}),
         json!({"type": ["string", "null"], "const": "null"}),
@@ -485,6 +488,16 @@ fn open_and_counted_parameters_are_enforced() {
         (with("properties", json!({"a": {"const": "</parameter>\n</function>"}})), ".properties.a"),
     ] {
         assert_eq!(strict_tool_error(parameters).path, path);
+    }
+}
+
+#[test]
+fn name_patterns_without_a_name_are_refused() {
+    for pattern in ["^<a>$", "^ $", "^$", "^'x'$", "^a\nb$", "^[^\\s\\S]$"] {
+        let parameters = json!({"type": "object", "properties": {"a": {"type": "boolean"}},
+            "patternProperties": {pattern: {"type": "boolean"}, "^x_": {"type": "integer"}}, "additionalProperties": false});
+        let error = strict_tool_error(parameters);
+        assert!(error.path == ".patternProperties" && error.reason.contains(pattern), "{error:?}");
     }
 }
 

@@ -1,8 +1,8 @@
-//! Types of JSON values other than strings.
+//! Types of JSON values.
 
 use serde_json::Value;
 
-/// A set of types other than strings.
+/// A set of types. A field `others` never has strings.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct TypeSet(u8);
 
@@ -16,16 +16,32 @@ impl TypeSet {
     pub const NUMBER: Self = Self::INTEGER.or(Self(1 << 4));
     pub const ARRAY: Self = Self(1 << 5);
     pub const OBJECT: Self = Self(1 << 6);
-    pub const ALL: Self = Self((1 << 7) - 1);
+    pub const STRING: Self = Self(1 << 7);
+    /// Every type except strings.
+    pub const OTHERS: Self = Self((1 << 7) - 1);
 
-    /// The types of a value. Empty for a string. A whole number may be an integer or not.
+    /// The types that a schema calls `name`. Empty if there is no such type.
+    pub fn named(name: &str) -> Self {
+        match name {
+            "null" => Self::NULL,
+            "boolean" => Self::BOOLEAN,
+            "integer" => Self::INTEGER,
+            "number" => Self::NUMBER,
+            "string" => Self::STRING,
+            "object" => Self::OBJECT,
+            "array" => Self::ARRAY,
+            _ => Self::default(),
+        }
+    }
+
+    /// The types of a value. A whole number may be an integer or not.
     pub fn of(value: &Value) -> Self {
         match value {
             Value::Null => Self::NULL,
             Value::Bool(true) => Self::TRUE,
             Value::Bool(false) => Self::FALSE,
             Value::Number(_) => Self::NUMBER,
-            Value::String(_) => Self::default(),
+            Value::String(_) => Self::STRING,
             Value::Array(_) => Self::ARRAY,
             Value::Object(_) => Self::OBJECT,
         }

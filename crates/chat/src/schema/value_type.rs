@@ -56,7 +56,7 @@ impl ValueType {
 
     fn any() -> Self {
         let texts = vec![TextLimits::default()];
-        Self { texts, is_typed: false, ..Self::of_types(TypeSet::ALL) }
+        Self { texts, is_typed: false, ..Self::of_types(TypeSet::OTHERS) }
     }
 
     pub fn nothing() -> Self {
@@ -204,15 +204,10 @@ fn own_type(fields: &Map<String, Value>) -> ValueType {
 }
 
 fn named_type(name: &str) -> ValueType {
-    ValueType::of_types(match name {
-        "null" => TypeSet::NULL,
-        "boolean" => TypeSet::BOOLEAN,
-        "integer" => TypeSet::INTEGER,
-        "number" => TypeSet::NUMBER,
-        "object" => TypeSet::OBJECT,
-        "array" => TypeSet::ARRAY,
-        _ => return ValueType { texts: vec![TextLimits::default()], ..ValueType::nothing() },
-    })
+    match TypeSet::named(name).and(TypeSet::OTHERS) {
+        others if others.is_empty() => ValueType { texts: vec![TextLimits::default()], ..ValueType::nothing() },
+        others => ValueType::of_types(others),
+    }
 }
 
 fn constant(value: Value) -> ValueType {
