@@ -41,11 +41,13 @@ impl Generator {
         self.state.lease(requested, share).await?.wait().await
     }
 
-    /// Number of tokens of a request's prompt.
-    pub async fn count_tokens(self, request: GenerationRequest, mut permit: MemoryPermit) -> Result<usize, ApiError> {
+    /// Number of tokens of a request's prompt. Refuses every request that [`Generator::generate`] refuses, except for a
+    /// prompt that is too long.
+    pub async fn count_tokens(&self, request: GenerationRequest, mut permit: MemoryPermit) -> Result<usize, ApiError> {
         let request = self.with_remembered_tools(request, &mut permit).await?;
         let model = self.model(request.model(), &permit).await?;
-        model.count_tokens(&mut permit, request, &self.state.image_urls).await
+        let choices = request.prepare(&model, &self.state.image_urls, &self.log, permit, None).await?;
+        Ok(choices.prompts.iter().map(Vec::len).sum())
     }
 
     /// Remembers the tools of a request, if the server reuses tools. A request without tools gets the tools of the
@@ -103,7 +105,8 @@ impl Generator {
         let held_bytes = renderer.held_bytes();
         let ready = async move {
             let model = lease.wait().await?;
-            let mut choices = request.prepare(&model, &urls, &request_log, permit).await?;
+            let context = model.engine.context();
+            let mut choices = request.prepare(&model, &urls, &request_log, permit, Some(context)).await?;
             choices.request.waiting_bytes = choices.permit.bytes() + held_bytes;
             let first = choices.submit(0)?;
             // Later choices use the same memory.

@@ -241,13 +241,34 @@ async fn counting_checks_the_whole_request() {
         (json!({"output_config": {"format": {"type": "xml"}}}), "output_config.format.type"),
         (json!({"output_format": {"type": "json_schema"}}), "output_config.format.schema"),
         (json!({"output_config": {"effort": "much"}}), "output_config.effort"),
+        (json!({"temperature": 9}), "temperature"),
+        (json!({"top_k": -2}), "top_k"),
+        (format_with(json!({"not": {}})), "output_config.format.schema.properties.a.not"),
+        (format_with(json!({"type": "text"})), "output_config.format.schema.properties.a.type"),
+        (format_with(json!({"$ref": "#/$defs/none"})), "output_config.format.schema.properties.a.$ref"),
+        (strict_tool(json!({"not": {}})), "tools[0].input_schema.properties.a.not"),
+        (strict_tool(json!({"$ref": "#/$defs/none"})), "tools[0].input_schema.properties.a.$ref"),
     ] {
-        let body = with(json!({"messages": [{"role": "user", "content": "x"}]}), more);
-        let answer = server.post("/v1/messages/count_tokens", &body).await;
-        let status = answer.status;
-        let text = answer.text().await;
-        assert!(status == 400 && text.contains(field), "{body}: {text}");
+        let body = with(json!({"max_tokens": 5, "messages": [{"role": "user", "content": "x"}]}), more);
+        for path in ["/v1/messages/count_tokens", PATH] {
+            let answer = server.post(path, &body).await;
+            let status = answer.status;
+            let text = answer.text().await;
+            assert!(status == 400 && text.contains(field), "{path}: {body}: {text}");
+        }
     }
+}
+
+/// The format of an object with a property of this schema.
+fn format_with(schema: Value) -> Value {
+    let schema = json!({"type": "object", "properties": {"a": schema}});
+    json!({"output_config": {"format": {"type": "json_schema", "schema": schema}}})
+}
+
+/// A strict tool with a property of this schema.
+fn strict_tool(schema: Value) -> Value {
+    let schema = json!({"type": "object", "properties": {"a": schema}});
+    json!({"tools": [{"name": "f", "strict": true, "input_schema": schema}]})
 }
 
 #[tokio::test]

@@ -296,10 +296,42 @@ async fn input_tokens_are_those_of_the_response() {
         (json!({"tool_choice": "sometimes"}), "tool_choice"),
         (json!({"text": {"format": {"type": "xml"}}}), "text.format.type"),
         (json!({"text": {"format": "json"}}), "text.format"),
+        (json!({"temperature": 9}), "temperature"),
+        (json!({"tool_choice": 5}), "tool_choice"),
+        (json!({"tool_choice": []}), "tool_choice"),
+        (json!({"tool_choice": false}), "tool_choice"),
+        (json!({"tool_choice": {"type": "function", "name": 5}}), "tool_choice.name"),
+        (json!({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": 5}}), "tool_choice.tools"),
+        (json!({"tool_choice": {"type": "allowed_tools", "tools": [{"type": "function"}]}}), "tool_choice.tools"),
+        (
+            json!({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": 5}]}),
+            "input[0].arguments",
+        ),
+        (with_schema(json!({"not": {}})), "text.format.schema.properties.a.not"),
+        (with_schema(json!({"type": "text"})), "text.format.schema.properties.a.type"),
+        (with_schema(json!({"$ref": "#/$defs/none"})), "text.format.schema.properties.a.$ref"),
+        (strict_tool(json!({"not": {}})), "tools[0].parameters.properties.a.not"),
+        (strict_tool(json!({"$ref": "#/$defs/none"})), "tools[0].parameters.properties.a.$ref"),
     ] {
-        let refused = server.post("/v1/responses/input_tokens", &with(question(), more)).await;
-        assert_eq!((refused.status, refused.json().await["error"]["param"].clone()), (400, json!(param)));
+        for path in ["/v1/responses/input_tokens", PATH] {
+            let body = with(question(), more.clone());
+            let refused = server.post(path, &body).await;
+            let (status, error) = (refused.status, refused.json().await["error"].clone());
+            assert_eq!((status, &error["param"]), (400, &json!(param)), "{path}: {body}");
+        }
     }
+}
+
+/// The strict format of an object with a property of this schema.
+fn with_schema(schema: Value) -> Value {
+    let schema = json!({"type": "object", "properties": {"a": schema}});
+    json!({"text": {"format": {"type": "json_schema", "name": "n", "strict": true, "schema": schema}}})
+}
+
+/// A strict tool with a property of this schema.
+fn strict_tool(schema: Value) -> Value {
+    let schema = json!({"type": "object", "properties": {"a": schema}});
+    json!({"tools": [{"type": "function", "name": "f", "strict": true, "parameters": schema}]})
 }
 
 #[tokio::test]

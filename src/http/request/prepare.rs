@@ -15,19 +15,24 @@ use std::{collections::VecDeque, sync::Arc};
 const FORBIDDEN: f32 = -1e9;
 
 impl GenerationRequest {
-    /// Checks the fields that depend on the model, renders and tokenizes the prompt, and compiles the grammar.
+    /// Checks the fields that depend on the model, renders and tokenizes the prompt, and compiles the grammar. `context` is
+    /// `None` if the tokens of the prompt are only counted: its length is not checked then.
     pub async fn prepare(
         self,
         model: &Arc<LoadedModel>,
         urls: &Arc<ImageUrls>,
         log: &Arc<RequestLog>,
         mut permit: MemoryPermit,
+        context: Option<usize>,
     ) -> Result<Choices, ApiError> {
         let Self { common, max_tokens, parallel_tool_calls, .. } = self;
         let mut sampling = common.sampling(&model.defaults, model.engine.vocab())?;
+        let most_tokens = context.unwrap_or(usize::MAX);
         let mut images = Vec::new();
         let (param, prompts, chat) = match self.prompt {
-            PromptInput::Text(prompt) => ("prompt", model.encode_all(&mut permit, prompt, self.n).await?, None),
+            PromptInput::Text(prompt) => {
+                ("prompt", model.encode_all(&mut permit, prompt, self.n, most_tokens).await?, None)
+            }
             PromptInput::Chat(chat) => {
                 let (prompt, decoded, chat) = model.render(&mut permit, chat, urls, Some(log)).await?;
                 let ChatPrompt { mut tools, forbids_calls, end_marker, param, .. } = chat;
@@ -38,7 +43,7 @@ impl GenerationRequest {
                 }
                 let in_reasoning =
                     end_marker.map_or_else(|| Template::opens_in_reasoning(&prompt), |marker| marker.in_reasoning);
-                let ids = model.encode(&mut permit, prompt, param).await?;
+                let ids = model.encode(&mut permit, prompt, most_tokens, param).await?;
                 let (ids, placed) = model.place_images(ids, decoded, param)?;
                 images = placed;
                 (param, vec![ids], Some(ChatParams { tools, in_reasoning, parallel_tool_calls }))
@@ -55,10 +60,12 @@ impl GenerationRequest {
         permit.resize(tokens + echoed + pixels + memory::rendering_bytes(tools) + common.bytes())?;
         let limits = &model.limits;
         let max_tokens = max_tokens.or(limits.max_tokens);
-        for ids in &prompts {
-            params::check_context(param, ids.len(), max_tokens, model.engine.context())?;
-            if let Some(most) = limits.max_prompt_tokens.filter(|&most| ids.len() > most) {
-                return Err(ApiError::prompt_limit(ids.len(), most, param));
+        if let Some(context) = context {
+            for ids in &prompts {
+                params::check_context(param, ids.len(), max_tokens, context)?;
+                if let Some(most) = limits.max_prompt_tokens.filter(|&most| ids.len() > most) {
+                    return Err(ApiError::prompt_limit(ids.len(), most, param));
+                }
             }
         }
         let budget = self.thinking_budget.or(limits.thinking_budget).filter(|_| in_reasoning);

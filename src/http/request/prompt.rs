@@ -6,8 +6,7 @@ use crate::http::{
     models::LoadedModel,
     openai::{CompletionPrompt, TextOrIds},
     request::{
-        ChatPrompt, GenerationRequest, ImageUrls, PromptInput, content_parts::reference_sentence,
-        sampling_params as params, tools,
+        ChatPrompt, ImageUrls, content_parts::reference_sentence, sampling_params as params, tools,
     },
 };
 use moestro_chat::{Conversation, Message, Speaker, Template, Tokenizer, error::ChatError, message_ends};
@@ -39,25 +38,6 @@ impl LoadedModel {
         Ok((prompt, images, chat))
     }
 
-    /// Number of tokens of a request's prompt.
-    pub async fn count_tokens(
-        self: &Arc<Self>,
-        permit: &mut MemoryPermit,
-        request: GenerationRequest,
-        urls: &Arc<ImageUrls>,
-    ) -> Result<usize, ApiError> {
-        let chat = match request.prompt {
-            PromptInput::Chat(chat) => chat,
-            PromptInput::Text(prompt) => {
-                return Ok(self.encode_all(permit, prompt, 1).await?.iter().map(Vec::len).sum());
-            }
-        };
-        let (prompt, images, chat) = self.render(permit, chat, urls, None).await?;
-        let (ids, _) = self.tokenize(permit, prompt, usize::MAX).await?;
-        let (ids, _) = self.place_images(ids, images, chat.param)?;
-        Ok(ids.len())
-    }
-
     fn render_now(
         &self,
         messages: Vec<Message<Arc<Image>>>,
@@ -77,10 +57,15 @@ impl LoadedModel {
         Ok((prompt, chat))
     }
 
-    /// Tokenizes a prompt. Refuses a prompt that cannot fit into the context as soon as that is certain, which may be
+    /// Tokenizes a prompt. Refuses a prompt that cannot fit into the `context` as soon as that is certain, which may be
     /// before or during tokenization. `param` names the prompt in errors.
-    pub async fn encode(&self, permit: &mut MemoryPermit, text: String, param: &str) -> Result<Vec<u32>, ApiError> {
-        let context = self.engine.context();
+    pub async fn encode(
+        &self,
+        permit: &mut MemoryPermit,
+        text: String,
+        context: usize,
+        param: &str,
+    ) -> Result<Vec<u32>, ApiError> {
         let fewest = self.tokenizer.min_tokens(&text);
         if fewest > context {
             return Err(ApiError::over_context_early(fewest, context, param));
@@ -95,6 +80,7 @@ impl LoadedModel {
         permit: &mut MemoryPermit,
         prompt: CompletionPrompt,
         n: usize,
+        context: usize,
     ) -> Result<Vec<Vec<u32>>, ApiError> {
         let given = match prompt {
             CompletionPrompt::One(prompt) => vec![prompt],
@@ -115,7 +101,7 @@ impl LoadedModel {
         let mut prompts = Vec::with_capacity(given.len());
         for prompt in given {
             prompts.push(match prompt {
-                TextOrIds::Text(text) => self.encode(permit, text, "prompt").await?,
+                TextOrIds::Text(text) => self.encode(permit, text, context, "prompt").await?,
                 TextOrIds::Ids(ids) => params::token_ids("prompt", &ids, self.engine.vocab())?,
             });
         }

@@ -132,7 +132,7 @@ impl MessageBuilder {
                 let (Some(_), Some(name)) = (item["call_id"].as_str(), item["name"].as_str()) else {
                     return Err(ApiError::wrong_type(at, "must have a call_id and a name."));
                 };
-                self.push_call(item, name);
+                self.push_call(item, name, at)?;
             }
             (Some("compaction" | "compaction_summary"), _) => {
                 self.close();
@@ -149,14 +149,14 @@ impl MessageBuilder {
                 self.messages.push(Message::tool_result(call_id(item).clone(), Content { parts }));
             }
             (Some("mcp_call"), _) => {
-                self.push_call(item, item["name"].as_str().unwrap_or("mcp"));
+                self.push_call(item, item["name"].as_str().unwrap_or("mcp"), at)?;
                 self.push_output(item, at)?;
             }
             (Some(kind), _) if kind.ends_with("_output") || kind == "mcp_approval_response" => {
                 self.push_output(item, at)?;
             }
             (Some(kind), _) if kind.ends_with("_call") => {
-                self.push_call(item, kind.strip_suffix("_call").unwrap_or(kind))
+                self.push_call(item, kind.strip_suffix("_call").unwrap_or(kind), at)?;
             }
             (Some(_), _) if !is_new => self.turn(|_| true).content += &replacement(item),
             (Some(other), _) => {
@@ -167,7 +167,7 @@ impl MessageBuilder {
         Ok(())
     }
 
-    fn push_call(&mut self, item: &Value, name: &str) {
+    fn push_call(&mut self, item: &Value, name: &str, at: &str) -> Result<(), ApiError> {
         let arguments = match &item["arguments"] {
             Value::Null => {
                 let fields = CALL_FIELDS.into_iter().filter(|name| !item[name].is_null());
@@ -175,9 +175,13 @@ impl MessageBuilder {
             }
             Value::String(text) => parse_arguments(text),
             object @ Value::Object(_) => object.clone(),
-            _ => json!({}),
+            _ => {
+                let problem = "must be a JSON object in a string; use `{}` for no arguments.";
+                return Err(ApiError::wrong_value(format!("{at}.arguments"), problem));
+            }
         };
         self.turn(|_| true).calls.push(ToolCall::new(call_id(item).clone(), name, arguments));
+        Ok(())
     }
 
     fn push_output(&mut self, item: &Value, at: &str) -> Result<(), ApiError> {
@@ -240,6 +244,7 @@ fn reasoning(item: &Value) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use serde_json::json;
 
     /// The messages of `items` as a template reads them.
     fn messages(items: &[Value]) -> Vec<Value> {
@@ -418,6 +423,12 @@ mod tests {
             (json!({"role": "system", "content": [{"type": "input_image", "image_url": "x"}]}), "input[0].content[0]"),
             (json!({"role": "user", "content": ["x"]}), "input[0].content[0]"),
             (json!({"type": "function_call", "name": "f"}), "input[0]"),
+            (json!({"type": "function_call", "call_id": "c", "name": "f", "arguments": 5}), "input[0].arguments"),
+            (
+                json!({"type": "mcp_call", "id": "c", "name": "f", "arguments": [1], "output": "o"}),
+                "input[0].arguments",
+            ),
+            (json!({"type": "tool_search_call", "call_id": "c", "arguments": true}), "input[0].arguments"),
             (json!({"type": "function_call_output", "call_id": "c", "output": 5}), "input[0].output"),
             (json!({"type": "odd"}), "input[0]"),
         ] {
@@ -438,7 +449,6 @@ mod tests {
             (json!({"a": [2]}), json!({"a": [2]})),
             (json!(" \n"), json!({})),
             (Value::Null, json!({})),
-            (json!(5), json!({})),
             (json!("{\"a\": "), json!({"INVALID_JSON": "{\"a\": "})),
             (json!("[1]"), json!({"INVALID_JSON": "[1]"})),
         ] {
