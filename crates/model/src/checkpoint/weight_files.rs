@@ -33,7 +33,7 @@ impl WeightFiles {
     /// Chooses among the files in `dir`.
     ///
     /// # Errors
-    /// There are no weight files. The index names a file outside of `dir`, or cannot be read.
+    /// There are no weight files, or those of several models. The index names a file outside of `dir`, or cannot be read.
     pub fn in_dir(dir: &Path) -> Result<Self, StoreError> {
         let mut names = BTreeSet::new();
         for entry in std::fs::read_dir(dir).map_err(StoreError::at(dir))? {
@@ -41,13 +41,14 @@ impl WeightFiles {
             // `exists` is false for a link to a file that was deleted.
             names.extend(name.ok().filter(|name| is_plain(name) && dir.join(name).exists()));
         }
-        let files = Self::choose(&names, &listed_files(dir)?);
+        let not_a_checkpoint = |why| StoreError::NotACheckpoint { path: dir.to_path_buf(), why };
+        let files = Self::choose(&names, &listed_files(dir)?).map_err(not_a_checkpoint)?;
         if files.chosen.is_empty() {
             let why = match files.describe_missing() {
                 Some(why) => format!("{why}; `moestro pull ORG/NAME` downloads them"),
                 None => "it has no model*.safetensors".into(),
             };
-            return Err(StoreError::NotACheckpoint { path: dir.to_path_buf(), why });
+            return Err(not_a_checkpoint(why));
         }
         Ok(files)
     }
@@ -55,8 +56,11 @@ impl WeightFiles {
     /// Chooses among files with the names `available`. `listed` are the files that the index names.
     ///
     /// The first of these that is complete is chosen: the listed files with the other shards of their series,
-    /// `model.safetensors`, a series of shards.
-    pub fn choose(available: &BTreeSet<String>, listed: &BTreeSet<String>) -> Self {
+    /// `model.safetensors`, a series of which a shard is listed, any series.
+    ///
+    /// # Errors
+    /// Several series are complete, and the index does not choose one of them. The error names two of them.
+    pub fn choose(available: &BTreeSet<String>, listed: &BTreeSet<String>) -> Result<Self, String> {
         let usual: BTreeSet<String> = available.iter().filter(|name| name.starts_with("model")).cloned().collect();
         let mut numbers: BTreeMap<Series<'_>, BTreeSet<usize>> = BTreeMap::new();
         for (series, number) in usual.iter().filter_map(|name| Series::parse(name)).filter(|(s, _)| s.is_whole_model())
@@ -67,15 +71,23 @@ impl WeightFiles {
         let is_listed = |name: &&String| {
             listed.contains(*name) || Series::of(name).is_some_and(|series| listed_series.contains(&series))
         };
-        let is_complete = |name: &&String| {
-            Series::of(name).is_some_and(|series| numbers.get(&series).is_some_and(|found| found.len() >= series.count))
-        };
         let mut chosen: BTreeSet<String> = if !listed.is_empty() && listed.is_subset(available) {
             available.iter().filter(is_listed).cloned().collect()
         } else if available.contains(SINGLE) {
             BTreeSet::from([SINGLE.into()])
         } else {
-            usual.iter().filter(is_complete).cloned().collect()
+            let is_complete = |(series, found): &(&Series<'_>, &BTreeSet<usize>)| found.len() >= series.count;
+            let complete: Vec<_> = numbers.iter().filter(is_complete).map(|(series, _)| *series).collect();
+            let of_index: Vec<_> = complete.iter().filter(|series| listed_series.contains(series)).copied().collect();
+            let series = match (&complete[..], &of_index[..]) {
+                ([], _) => None,
+                ([only], _) | (_, [only]) => Some(*only),
+                ([.., one, other], _) => {
+                    let (one, other) = (one.shard(1), other.shard(1));
+                    return Err(format!("the series of {one} and of {other} are both complete; remove one of them"));
+                }
+            };
+            usual.iter().filter(|name| series.is_some() && Series::of(name) == series).cloned().collect()
         };
         let mut missing = BTreeSet::new();
         if chosen.is_empty() {
@@ -87,7 +99,7 @@ impl WeightFiles {
         }
         let others = usual.difference(&chosen).cloned().collect();
         let ignores_index = missing.is_empty() && !listed.is_subset(available);
-        Self { chosen, missing, others, ignores_index }
+        Ok(Self { chosen, missing, others, ignores_index })
     }
 
     /// Says how many files are missing. `None` if no file is missing.
@@ -125,6 +137,11 @@ impl<'a> Series<'a> {
         Self::parse(name).map(|(series, _)| series)
     }
 
+    fn shard(&self, number: usize) -> String {
+        let Self { stem, count } = self;
+        format!("{stem}-{number:05}-of-{count:05}{ENDING}")
+    }
+
     /// False for a part or a variant of a model, such as `model-vision-00001-of-00001` and `model.fp16-00001-of-00002`.
     fn is_whole_model(&self) -> bool {
         ["model", "model.safetensors"].contains(&self.stem)
@@ -132,10 +149,9 @@ impl<'a> Series<'a> {
 
     /// Names of the shards that are not among the numbers `found`, which is not the whole series.
     fn absent(&self, found: &BTreeSet<usize>) -> Vec<String> {
-        let Self { stem, count } = self;
         // Some series start at 0. Their last number is then not absent.
-        let absent = (1..=*count).filter(|number| !found.contains(number)).take(count.saturating_sub(found.len()));
-        absent.map(|number| format!("{stem}-{number:05}-of-{count:05}{ENDING}")).collect()
+        let absent = (1..=self.count).filter(|number| !found.contains(number));
+        absent.take(self.count.saturating_sub(found.len())).map(|number| self.shard(number)).collect()
     }
 }
 
@@ -183,7 +199,7 @@ mod tests {
     fn choose(available: &[&str], listed: &[&str]) -> (Vec<String>, Vec<String>) {
         let [available, listed] =
             [available, listed].map(|names| names.iter().map(|name| format!("{name}.safetensors")).collect());
-        let files = WeightFiles::choose(&available, &listed);
+        let files = WeightFiles::choose(&available, &listed).unwrap();
         let short = |names: BTreeSet<String>| {
             names.iter().map(|name| name.trim_end_matches(".safetensors").to_owned()).collect()
         };
@@ -210,9 +226,25 @@ mod tests {
             (&[one, two], &[one], &[one, two]),
             (&[one, two, "model.fp16-00001-of-00001"], &[], &[one, two]),
             (&["weights.00", "model-x"], &["weights.00"], &["weights.00"]),
+            // Of two complete series, the index has one, or a shard of one beside a file that does not exist.
+            (&[one, two, "model-00001-of-00001"], &[one, two], &[one, two]),
+            (&[one, two, "model-00001-of-00001"], &[two, "model-mtp"], &[one, two]),
         ] {
             let expected = (chosen.iter().map(|name| name.to_string()).collect(), Vec::new());
             assert_eq!(choose(available, listed), expected, "{available:?}, index {listed:?}");
+        }
+    }
+
+    #[test]
+    fn two_complete_series_are_refused() {
+        let [one, two] = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"];
+        for other in ["model-00001-of-00001.safetensors", "model.safetensors-00001-of-00001.safetensors"] {
+            let available = [one, two, other].map(str::to_owned).into();
+            for listed in [&[][..], &["model-00001-of-00003.safetensors"], &[one, other, "model-x.safetensors"]] {
+                let listed = listed.iter().map(|name| (*name).to_owned()).collect();
+                let why = WeightFiles::choose(&available, &listed).unwrap_err();
+                assert!(why.contains(one) && why.contains(other), "{why}");
+            }
         }
     }
 

@@ -144,7 +144,7 @@ impl RepoListing {
     fn weight_files(&self, dir: &Path) -> Result<WeightFiles, StoreError> {
         let available = self.siblings.iter().map(|file| file.name.clone()).filter(|name| is_weights(name)).collect();
         let listed = if self.find(INDEX).is_some() { listed_files(dir)? } else { BTreeSet::new() };
-        Ok(WeightFiles::choose(&available, &listed))
+        WeightFiles::choose(&available, &listed).map_err(StoreError::Other)
     }
 
     fn find(&self, name: &str) -> Option<&RepoFile> {
