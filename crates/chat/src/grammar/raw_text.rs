@@ -173,7 +173,10 @@ pub fn name_expression(names: &OpenNames<'_>, listed: &[&str], strict: bool) -> 
     for other in &names.other_patterns {
         excluded.extend(whole_match(other, strict, at)?);
     }
-    excluded.extend(listed.iter().map(|name| regex_to_lark(&fancy_regex::escape(name), "dw")));
+    if !listed.is_empty() {
+        let listed: Vec<_> = listed.iter().map(|name| fancy_regex::escape(name)).collect();
+        excluded.push(regex_to_lark(&listed.join("|"), "dw"));
+    }
     Ok((!is_empty(&included, &excluded)).then(|| conjunction(&included, &excluded)))
 }
 

@@ -70,17 +70,20 @@ impl PendingArgument {
 
     /// Takes the next piece of the value and returns the JSON that can be written.
     pub fn push(&mut self, text: &str) -> String {
-        if self.is_ignored {
-            return String::new();
+        // The value of an ignored argument also has an end.
+        if let Some(held) = &mut self.held {
+            held.push_str(text);
         }
-        let Some(held) = &mut self.held else { return escaped(text) };
-        held.push_str(text);
-        if self.types.is_string_from(held) {
-            let json = format!("\"{}", escaped(held));
-            self.held = None;
-            return json;
+        match &self.held {
+            _ if self.is_ignored => String::new(),
+            None => escaped(text),
+            Some(held) if self.types.is_string_from(held) => {
+                let json = format!("\"{}", escaped(held));
+                self.held = None;
+                json
+            }
+            Some(_) => String::new(),
         }
-        String::new()
     }
 
     /// Ends the value and returns the part of its JSON that has not been written.

@@ -350,6 +350,10 @@ fn repeated_parameter_keeps_its_first_value() {
         ),
         ("<parameter=x>\na\n</parameter>\n<parameter=x>\nb\n</parameter>\n</function>", r#"{"x":"a"}"#),
         ("<parameter=s>\na\n</parameter>\n<parameter=s>\nb", r#"{"s":"a"}"#),
+        (
+            "<parameter=n>\n1\n</parameter>\n<parameter=n>\nfive\n</function>\nx\n</parameter>\n</function>",
+            r#"{"n":1}"#,
+        ),
     ] {
         assert_eq!(read(body), ["0 f".to_owned(), format!("0 {arguments}")], "{body}");
     }
