@@ -77,17 +77,16 @@ impl WeightFiles {
             BTreeSet::from([SINGLE.into()])
         } else {
             let is_complete = |(series, found): &(&Series<'_>, &BTreeSet<usize>)| found.len() >= series.count;
-            let complete: Vec<_> = numbers.iter().filter(is_complete).map(|(series, _)| *series).collect();
-            let of_index: Vec<_> = complete.iter().filter(|series| listed_series.contains(series)).copied().collect();
-            let series = match (&complete[..], &of_index[..]) {
-                ([], _) => None,
-                ([only], _) | (_, [only]) => Some(*only),
-                ([.., one, other], _) => {
-                    let (one, other) = (one.shard(1), other.shard(1));
-                    return Err(format!("the series of {one} and of {other} are both complete; remove one of them"));
-                }
-            };
-            usual.iter().filter(|name| series.is_some() && Series::of(name) == series).cloned().collect()
+            let complete = numbers.iter().filter(is_complete);
+            let mut series: Vec<Series<'_>> = complete.map(|(series, _)| *series).collect();
+            if series.iter().any(|series| listed_series.contains(series)) {
+                series.retain(|series| listed_series.contains(series));
+            }
+            if let [one, other, ..] = &series[..] {
+                let names = [one.shard(1), other.shard(1)].join(" and of ");
+                return Err(format!("the series of {names} are both complete; remove one of them"));
+            }
+            usual.iter().filter(|name| Series::of(name).is_some_and(|of| series.contains(&of))).cloned().collect()
         };
         let mut missing = BTreeSet::new();
         if chosen.is_empty() {
