@@ -57,6 +57,10 @@ pub struct HubState {
     pub grows_files: bool,
     /// If true, the hub leaves out the header `Content-Range`.
     pub hides_ranges: bool,
+    /// If true, the hub leaves out the header `Content-Length` of files.
+    pub hides_lengths: bool,
+    /// If true, the hub sends whole files with the status of a range.
+    pub sends_whole_as_range: bool,
 }
 
 #[derive(Clone)]
@@ -146,7 +150,11 @@ impl TestHub {
             let _ = write!(stream, "HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n");
             return;
         };
-        let range = if state.ignores_ranges { String::new() } else { field("range").unwrap_or_default() };
+        let range = if state.ignores_ranges || state.sends_whole_as_range {
+            String::new()
+        } else {
+            field("range").unwrap_or_default()
+        };
         let mut ends = range.trim_start_matches("bytes=").split('-');
         let from: usize = ends.next().and_then(|n| n.parse().ok()).unwrap_or(0);
         let to = ends.next().and_then(|n| n.parse::<usize>().ok()).map_or(bytes.len(), |n| n + 1);
@@ -169,9 +177,9 @@ impl TestHub {
         let range = format!("Content-Range: bytes {}-{}/{}\r\n", from + shift, to.saturating_sub(1), bytes.len());
         let _ = write!(
             stream,
-            "HTTP/1.1 {partial}\r\nETag: \"{etag}\"\r\nX-Repo-Commit: {commit}\r\n{}Content-Length: {}\r\nConnection: close\r\n\r\n",
+            "HTTP/1.1 {partial}\r\nETag: \"{etag}\"\r\nX-Repo-Commit: {commit}\r\n{}{}Connection: close\r\n\r\n",
             if state.hides_ranges { "" } else { &range },
-            part.len()
+            if state.hides_lengths { String::new() } else { format!("Content-Length: {}\r\n", part.len()) }
         );
         let disconnect = state.disconnects.iter().position(|(file, _)| *file == name).filter(|_| to != from + 1);
         let sent = disconnect.map_or(part.len(), |i| state.disconnects.remove(i).1);

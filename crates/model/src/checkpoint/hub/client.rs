@@ -83,7 +83,7 @@ impl HubClient {
 
     /// Requests the JSON document at `path` below the endpoint.
     pub fn json<T: serde::de::DeserializeOwned>(&self, path: &str) -> Result<T, RequestError> {
-        let response = self.get(path, None)?;
+        let response = self.get(path, &[])?;
         let mut text = Vec::new();
         let read = response.into_body().into_reader().take(MAX_LISTING_BYTES + 1).read_to_end(&mut text);
         read.map_err(|error| RequestError::Connection(error.to_string()))?;
@@ -98,44 +98,55 @@ impl HubClient {
         })
     }
 
-    /// The bytes of the file at `path` from `start` to `end` (inclusive), or to the end of the file if `end` is `None`.
-    /// A hub without range support returns the whole file.
-    pub fn range(&self, path: &str, start: u64, end: Option<u64>) -> Result<FileResponse, RequestError> {
-        let last = end.map(|end| end.to_string()).unwrap_or_default();
-        let response = self.get(path, Some(&format!("bytes={start}-{last}")))?;
-        let (head, body) = response.into_parts();
-        let body = Box::new(body.into_reader());
-        let etag = header(&head.headers, "etag").map(str::to_owned);
-        let length: Option<u64> = header(&head.headers, "content-length").and_then(|text| text.parse().ok());
-        if head.status != 206 {
-            return Ok(FileResponse { size: length, is_range: false, etag, body });
+    /// The bytes of the file at `path` from `start` to `end` (inclusive). A hub without range support returns the whole
+    /// file. A hub whose responses do not show whether they are the range is asked for the whole file.
+    pub fn range(&self, path: &str, start: u64, end: u64) -> Result<FileResponse, RequestError> {
+        let (status, headers, response) = self.file(path, &[("range", &format!("bytes={start}-{end}"))])?;
+        if status != 206 {
+            return Ok(response);
         }
-        let Some(text) = header(&head.headers, "content-range") else {
+        let Some(text) = header(&headers, "content-range") else {
             // Some mirrors leave the header out. The length of the body then shows whether the body is the range.
-            if end.is_some_and(|end| length != Some(end - start + 1)) {
-                return Err(RequestError::Invalid(format!("{length:?} bytes without a range, from {start} on")));
-            }
-            let size = length.filter(|_| start == 0 && end.is_none());
-            return Ok(FileResponse { size, is_range: true, etag, body });
+            return match response.size {
+                Some(length) if length == end - start + 1 => {
+                    Ok(FileResponse { size: None, is_range: true, ..response })
+                }
+                _ => self.whole(path),
+            };
         };
         // The form is `bytes FIRST-LAST/SIZE`. SIZE may be `*`.
         let range = text.strip_prefix("bytes ");
         let (range, size) = range.and_then(|range| range.split_once('/')).unwrap_or_default();
         match range.split_once('-').and_then(|(first, _)| first.parse::<u64>().ok()) {
-            Some(first) if first == start => Ok(FileResponse { size: size.parse().ok(), is_range: true, etag, body }),
+            Some(first) if first == start => Ok(FileResponse { size: size.parse().ok(), is_range: true, ..response }),
             _ => Err(RequestError::Invalid(format!("range {range:?} instead of bytes from {start} on"))),
         }
     }
 
+    /// The whole file at `path`.
+    pub fn whole(&self, path: &str) -> Result<FileResponse, RequestError> {
+        Ok(self.file(path, &[])?.2)
+    }
+
+    /// Requests the file at `path`. Returns status, headers, and the response as if its body were the whole file.
+    fn file(&self, path: &str, headers: &[(&str, &str)]) -> Result<(u16, HeaderMap, FileResponse), RequestError> {
+        // Forbid compression, since byte offsets refer to the uncompressed file.
+        let headers = [headers, &[("accept-encoding", "identity")]].concat();
+        let (head, body) = self.get(path, &headers)?.into_parts();
+        let size = header(&head.headers, "content-length").and_then(|text| text.parse().ok());
+        let etag = header(&head.headers, "etag").map(str::to_owned);
+        let response = FileResponse { size, is_range: false, etag, body: Box::new(body.into_reader()) };
+        Ok((head.status.as_u16(), head.headers, response))
+    }
+
     /// Sends a GET request and follows redirects. Sends the token only to the endpoint's origin.
-    fn get(&self, path: &str, range: Option<&str>) -> Result<Response<Body>, RequestError> {
+    fn get(&self, path: &str, headers: &[(&str, &str)]) -> Result<Response<Body>, RequestError> {
         let home = origin(&self.endpoint).unwrap_or_default().to_lowercase();
         let mut url = format!("{}/{path}", self.endpoint);
         for _ in 0..=MAX_REDIRECTS {
             let mut request = self.agent.get(&url);
-            if let Some(range) = range {
-                // Forbid compression, since byte offsets refer to the uncompressed file.
-                request = request.header("range", range).header("accept-encoding", "identity");
+            for (name, value) in headers {
+                request = request.header(*name, *value);
             }
             let is_home = origin(&url).is_some_and(|origin| origin.to_lowercase() == home);
             if let Some(token) = self.token.as_ref().filter(|_| is_home) {

@@ -71,8 +71,8 @@ impl ModelDownload<'_> {
         }
         let url = self.url(file);
         // Without `Content-Range`, only the response for the whole file shows its size.
-        let response = match self.client.range(&url, 0, Some(0)) {
-            Ok(FileResponse { size: None, .. }) => self.client.range(&url, 0, None),
+        let response = match self.client.range(&url, 0, 0) {
+            Ok(FileResponse { size: None, .. }) => self.client.whole(&url),
             first => first,
         };
         let unknown = || RequestError::Invalid("a response without the file's size".into());

@@ -188,6 +188,21 @@ fn responses_without_content_range_are_enough() {
 }
 
 #[test]
+fn responses_that_hide_their_range_are_not_mixed_up() {
+    for (hides_lengths, sends_whole_as_range) in [(true, false), (true, true), (false, true)] {
+        let hub = TestHub::new(&model());
+        let home = tempfile::tempdir().unwrap();
+        hub.change(|state| {
+            state.hides_ranges = true;
+            state.hides_lengths = hides_lengths;
+            state.sends_whole_as_range = sends_whole_as_range;
+            state.disconnects = vec![("model-1.safetensors".into(), 7_000), ("model-2.safetensors".into(), 70_000)];
+        });
+        assert!(is_pulled(&hub_with_pieces(&hub, home.path()).pull("org/name", "main", &|_| ()).unwrap()));
+    }
+}
+
+#[test]
 fn further_templates_are_pulled() {
     let name = "additional_chat_templates/tool_use.jinja";
     let hub = TestHub::new(&[&model()[..], &[(name, b"tools".to_vec())]].concat());

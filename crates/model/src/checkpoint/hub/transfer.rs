@@ -348,7 +348,7 @@ impl<'a> Transfer<'a> {
     fn request(&self, piece: FilePiece<'_>, range: Range<u64>) -> Result<(), PieceError> {
         let url = self.download.url(piece.listed);
         let size = piece.size;
-        let mut response = self.download.client.range(&url, range.start, Some(range.end - 1))?;
+        let mut response = self.download.client.range(&url, range.start, range.end - 1)?;
         if let Some(found) = response.size.filter(|found| *found != size) {
             return Err(RequestError::Invalid(format!("{found} bytes, but its listing says {size}")).into());
         }
@@ -358,7 +358,14 @@ impl<'a> Transfer<'a> {
             let range = self.remaining(piece)?;
             let max = block.len().min(usize::try_from(range.end - range.start).unwrap_or(usize::MAX));
             if max == 0 {
-                return Ok(());
+                // A body without a length may have more bytes.
+                let is_open = !response.is_range && response.size.is_none();
+                return match is_open.then(|| response.body.read(&mut [0])) {
+                    Some(Ok(more)) if more > 0 => {
+                        Err(RequestError::Invalid(format!("more than the {size} bytes of its listing")).into())
+                    }
+                    _ => Ok(()),
+                };
             }
             let got = match response.body.read(&mut block[..max]) {
                 Ok(0) => {
