@@ -235,6 +235,24 @@ fn disconnected_queued_request_is_skipped() {
 }
 
 #[test]
+fn disconnected_queued_request_leaves_at_once() {
+    let mock = slow_model();
+    mock.stops_at.store(0, Ordering::Relaxed);
+    let (handle, ..) = engine(&mock, options());
+    let running = handle.submit(request(&[9; 20], 1)).unwrap();
+    while handle.load() != (1, 0) {
+        std::thread::sleep(MS);
+    }
+    let waiting: Vec<_> = (0..3).map(|_| handle.submit(request(&[8], 1)).unwrap()).collect();
+    assert_eq!((handle.load(), handle.waiting(9).len()), ((1, 3), 3));
+    // The step of the running request has not ended.
+    drop(waiting);
+    assert_eq!((handle.load(), handle.waiting(9).len()), ((1, 0), 0));
+    mock.stops_at.store(usize::MAX, Ordering::Relaxed);
+    assert_eq!(collect(running).0, [5]);
+}
+
+#[test]
 fn deadline_ends_running_and_waiting_requests() {
     let (handle, ..) = engine(&slow_model(), options());
     let begin = Instant::now();

@@ -198,7 +198,7 @@ impl RequestQueue {
     pub fn should_cancel_step(&self, running: &SubmittedRequest, end: usize) -> bool {
         running.events.is_closed() && {
             let queue = self.queue.lock();
-            let mut waiting = queue.waiting.iter().filter(|other| !other.events.is_closed()).peekable();
+            let mut waiting = queue.open().peekable();
             let is_needed = queue.running > 1 || waiting.peek().is_some();
             is_needed && !waiting.any(|other| running.request.shares_prefix(&other.request, end))
         }
@@ -207,13 +207,13 @@ impl RequestQueue {
     /// The number of running requests, and the number of waiting requests.
     pub fn load(&self) -> (usize, usize) {
         let queue = self.queue.lock();
-        (queue.running, queue.waiting.len())
+        (queue.running, queue.open().count())
     }
 
     /// Prompt length in tokens and time in the queue of the `most` oldest waiting requests, in order of arrival.
     pub fn waiting(&self, most: usize) -> Vec<(usize, Duration)> {
         let queue = self.queue.lock();
-        queue.waiting.iter().take(most).map(|waiting| (waiting.request.ids.len(), waiting.arrived.elapsed())).collect()
+        queue.open().take(most).map(|waiting| (waiting.request.ids.len(), waiting.arrived.elapsed())).collect()
     }
 
     /// Accepts no more requests. Accepted requests fail at the end of the grace period.
@@ -285,6 +285,11 @@ impl RequestQueue {
 }
 
 impl QueueState {
+    /// The waiting requests whose clients have not disconnected.
+    fn open(&self) -> impl Iterator<Item = &SubmittedRequest> {
+        self.waiting.iter().filter(|waiting| !waiting.events.is_closed())
+    }
+
     /// The values of [`QueueState::last_taken`] for the groups of a request's client.
     fn last_turns(&self, waiting: &SubmittedRequest) -> [u64; GROUPS] {
         waiting.request.client.groups.map(|group| self.last_taken.get(&group).copied().unwrap_or(0))
