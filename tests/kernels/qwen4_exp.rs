@@ -1,10 +1,12 @@
-//! Tests the tiny qwen4_exp checkpoint on the kernels. The logits must match transformers for every cut of the prompt,
-//! with and without streaming, in half precision, and with snapshots and rejected drafts. Also tests the MTP head.
+//! Tests the tiny qwen4_exp checkpoints on the kernels. The logits must match transformers for every cut of the prompt,
+//! with and without streaming, in half precision, with images, and with snapshots and rejected drafts. Also tests the
+//! MTP head.
 
 use crate::{
     forward::common::{
         argmax, decode, forward_with_snapshots, fp8_checkpoint, load_with, prefill,
         qwen4_exp::{cases, check, dir},
+        qwen4_images,
     },
     forward::options,
     gpu::HostGpu,
@@ -46,6 +48,22 @@ fn answers_match_transformers() {
         let (logits, mut state, _) = prefill(&mut model, &case.prompt, 1024);
         check(case.name, &logits.data, &case.stored["prompt_logits"], LOGIT);
         let (ids, rows) = decode(&mut model, &mut state, logits.row(logits.rows() - 1), case.greedy.len());
+        assert_eq!(ids, case.greedy, "{}", case.name);
+        check(case.name, &rows, &case.stored["decode_logits"], LOGIT);
+    }
+}
+
+/// The second prompt is cut inside its images.
+#[test]
+fn answers_with_images_match_transformers() {
+    for (case, chunk) in qwen4_images::cases().into_iter().zip([1024, 11]) {
+        let options = LoadOptions { gpu: Some(u64::MAX), ..options(false) };
+        let mut model = placed(&qwen4_images::dir(), options, HostGpu::new(Host::fast()));
+        let images = case.placed(&model);
+        let mut state = model.start().unwrap();
+        let logits = qwen4_images::extend(&mut model, &mut state, &case.prompt, &images, chunk);
+        let vocab = model.info().vocab;
+        let (ids, rows) = decode(&mut model, &mut state, &logits[logits.len() - vocab..], case.greedy.len());
         assert_eq!(ids, case.greedy, "{}", case.name);
         check(case.name, &rows, &case.stored["decode_logits"], LOGIT);
     }
