@@ -5,9 +5,7 @@ use crate::http::{
     layers::{MemoryPermit, RequestLog, memory},
     models::LoadedModel,
     openai::{CompletionPrompt, TextOrIds},
-    request::{
-        ChatPrompt, ImageUrls, content_parts::reference_sentence, sampling_params as params, tools,
-    },
+    request::{ChatPrompt, ImageUrls, content_parts::reference_sentence, sampling_params as params, tools},
 };
 use moestro_chat::{Conversation, Message, Speaker, Template, Tokenizer, error::ChatError, message_ends};
 use moestro_engine::{Boundary, BoundaryKind, Image};

@@ -13,7 +13,7 @@ use crate::http::{
     },
 };
 use moestro_chat::{Content, Message, Part, Role, ToolCall};
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 
 /// Prefix of this server's `encrypted_content`. The reasoning or the summary follows as plain text.
 pub const ENCRYPTED_PREFIX: &str = "moestro:";
