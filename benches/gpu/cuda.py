@@ -13,7 +13,8 @@ def compile(name, out):
     paths = [p for d in sys.path for p in glob.glob(d + "/nvidia/*/lib/libnvrtc.so.1*")] + ["libnvrtc.so"]
     nvrtc = ctypes.CDLL(os.environ.get("NVRTC") or paths[0])
     read = lambda file: open(os.path.join(KERNELS, file)).read()
-    source = read("shim/cuda.h") + read("quant.metal") + read("tiles.metal") + read(name + ".metal")
+    files = ["quant", "tiles", name] + (["row_tiles"] if name == "linear" else [])
+    source = read("shim/cuda.h") + "".join(read(file + ".metal") for file in files)
     program = ctypes.c_void_p()
     nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), name.encode(), 0, None, None)
     options = [b"--gpu-architecture=sm_90", b"-fmad=false", b"--std=c++14", b"-lineinfo", b"--maxrregcount=80"]

@@ -110,8 +110,8 @@ start aider aider - command -- "${aider[@]}" --message "Write the file" \
 
 # At most so many tokens of the prompts may be computed, in the first turn and in the second one. Qwen Code changes its first
 # message when it resumes.
-declare -A limits=([claude]="39600 300" [claude-search]="43500 300" [codex]="18100 300" [opencode]="16200 300"
-  [qwen]="38000 5200" [continue]="3400 300" [copilot]="99999 99999" [pi]="99999 99999" [aider]="1300 700")
+declare -A limits=([claude]="24300 300" [claude-search]="25400 300" [codex]="18700 300" [opencode]="16200 300"
+  [qwen]="38000 5200" [continue]="3400 300" [copilot]="24800 300" [pi]="2700 300" [aider]="1300 700")
 failed=0
 for agent in "${!running[@]}"; do
   text="The script has ended"

@@ -41,12 +41,21 @@ fn all() -> [PathBuf; 12] {
     FILES.map(|file| kernels().join(file).with_extension("metal"))
 }
 
+/// The lines that include a kernel file. `row_tiles.metal` is compiled with `linear.metal`.
+pub fn include(file: &Path) -> String {
+    let mut files = vec![file.to_owned()];
+    if file.file_stem().is_some_and(|name| name == "linear") {
+        files.push(file.with_file_name("row_tiles.metal"));
+    }
+    files.iter().map(|file| format!("#include \"{}\"\n", file.display())).collect()
+}
+
 /// Source of a program with these kernel files, each in its own namespace.
 fn program(files: &[PathBuf], tiles: bool) -> String {
     let mut source = String::from("#include \"shim/host.h\"\n#include \"quant.metal\"\n");
     source += if tiles { "#include \"tiles.metal\"\n" } else { "#define NO_TILES\n" };
     for (i, file) in files.iter().enumerate() {
-        source += &format!("namespace file{i} {{\n#include \"{}\"\n}}\n", file.display());
+        source += &format!("namespace file{i} {{\n{}}}\n", include(file));
     }
     source + "#include \"host/main.cpp\"\n"
 }
@@ -68,7 +77,7 @@ fn build(files: &[PathBuf], name: &str, sanitise: bool) -> PathBuf {
     };
     let mut hash = sha2::Sha256::new();
     hash.update(format!("{} {options:?} {source}", compiler()));
-    for file in ["shim/host.h", "shim/fiber.h", "quant.metal", "tiles.metal", "host/main.cpp"]
+    for file in ["shim/host.h", "shim/fiber.h", "quant.metal", "tiles.metal", "row_tiles.metal", "host/main.cpp"]
         .map(|f| kernels().join(f))
         .iter()
         .chain(files)

@@ -5,7 +5,7 @@
 
 use moestro_compute::device::kernels;
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     io::Write,
     path::Path,
     process::{Command, Stdio},
@@ -177,8 +177,12 @@ fn printed_kernels_obey_metals_rules() {
         }
     }
     assert_eq!(printed(kernels::METAL_FAULT).unwrap()["fault"].argument_bytes, 4);
-    let names: Vec<String> = crate::host::Host::start().names();
-    assert_eq!(Vec::from_iter(found.keys()), Vec::from_iter(&std::collections::BTreeSet::from_iter(names)));
+    let mut names = BTreeSet::from_iter(crate::host::Host::start().names());
+    // Metal has no QUAD_FMA, which these kernels need.
+    for name in ["gemv_tiles_16", "gemv_tiles_4", "gemv_tiles_8", "gemv_tiles_conv", "split_rows"] {
+        assert!(names.remove(name), "{name}");
+    }
+    assert_eq!(Vec::from_iter(found.keys()), Vec::from_iter(&names));
     // The reader of clang's code sees the buffers and the memory.
     let most = |of: fn(&KernelNeeds) -> usize| found.values().map(of).max().unwrap();
     println!("at most {} buffers", most(|needs| needs.buffers));
@@ -242,7 +246,7 @@ fn kernels_compile_with_metal_address_spaces() {
         return;
     }
     for file in crate::host::FILES {
-        let text = format!("#include \"{file}.metal\"");
+        let text = crate::host::include(Path::new(&format!("{file}.metal")));
         lint(&text).and_then(|_| opencl(&text)).unwrap_or_else(|complaints| panic!("{complaints}"));
     }
 }

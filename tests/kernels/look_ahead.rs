@@ -115,10 +115,10 @@ fn layers_ahead_share_command_buffers() {
         let double = Double::new(Host::fast());
         let control = double.control();
         control.lock().unwrap().own_memory = own_memory;
-        let mut model = move_to(load(root.path(), Some(SLOTS), KvBits::Sixteen).0, double);
+        let mut model = move_to(load(root.path(), Some(EXPERTS - 1), KvBits::Sixteen).0, double);
         let mut states = start(&mut model, [5, 20, 1]);
         control.lock().unwrap().calls.clear();
-        let rows: Vec<_> = (0..20).map(|round| step(&mut model, &mut states, Dice(round)).data.to_vec()).collect();
+        let rows: Vec<_> = (0..100).map(|round| step(&mut model, &mut states, Dice(round)).data.to_vec()).collect();
         let commits = control.lock().unwrap().calls["commit"];
         (rows, commits)
     };

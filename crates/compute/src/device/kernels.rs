@@ -15,10 +15,13 @@ pub struct KernelFile {
 }
 
 macro_rules! kernel_file {
-    ($name:literal, $registers:expr) => {
+    ($name:literal $(+ $more:literal)*, $registers:expr) => {
         KernelFile {
             name: $name,
-            text: include_str!(concat!("../../../../kernels/", $name, ".metal")),
+            text: concat!(
+                include_str!(concat!("../../../../kernels/", $name, ".metal"))
+                $(, include_str!(concat!("../../../../kernels/", $more, ".metal")))*
+            ),
             registers: $registers,
         }
     };
@@ -36,7 +39,7 @@ pub const FILES: [KernelFile; 12] = [
     kernel_file!("delta_net", REGISTERS),
     kernel_file!("embedding", REGISTERS),
     kernel_file!("kv_quant", MANY_REGISTERS),
-    kernel_file!("linear", REGISTERS),
+    kernel_file!("linear" + "row_tiles", REGISTERS),
     kernel_file!("moe", REGISTERS),
     kernel_file!("norm", REGISTERS),
     kernel_file!("router", REGISTERS),

@@ -1,4 +1,4 @@
-//! Products of decoded and drafted rows on matrix units (`split_rows` and `gemv_tiles_*` in `kernels/linear.metal`).
+//! Products of decoded and drafted rows on matrix units (`split_rows` and `gemv_tiles_*` in `kernels/row_tiles.metal`).
 //!
 //! A format, a shape and a device decide whether a product runs here, never the number of rows. So a row gives the same
 //! bytes alone and together with others.
