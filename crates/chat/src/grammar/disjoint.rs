@@ -3,19 +3,25 @@
 
 use crate::schema::{Document, TypeSet};
 use serde_json::Value;
-use std::slice;
+use std::{collections::HashMap, rc::Rc, slice};
 
 /// Maximum number of alternatives that are compared pairwise.
 const MAX_ALTERNATIVES: usize = 256;
 /// Maximum number of parts that are read for one `oneOf`. A part that is not read may allow every value.
 const MAX_PARTS: usize = 100_000;
+/// Maximum number of steps for all alternatives of a schema: names and constants that are read or compared. Values that
+/// are not compared may be equal.
+pub const MAX_STEPS: usize = 20_000_000;
+/// Maximum number of constants of alternatives. More constants count as any value of their types.
+const MAX_CONSTANTS: usize = 100_000;
 /// Maximum number of references and parts inside of each other that are read.
 const MAX_DEPTH: usize = 32;
 
 /// True if the types, constants and tags of the alternatives show that a value can match only one alternative. A tag is a
-/// property that one of two alternatives requires and that has different values in them.
-pub fn are_disjoint<'a>(alternatives: &'a [Value], document: &Document<'a>) -> bool {
-    let mut reader = AlternativeReader { document, parts_left: MAX_PARTS };
+/// property that one of two alternatives requires and that has different values in them. `steps_left` is what is left of
+/// [`MAX_STEPS`].
+pub fn are_disjoint<'a>(alternatives: &'a [Value], document: &Document<'a>, steps_left: &mut usize) -> bool {
+    let mut reader = AlternativeReader { document, parts_left: MAX_PARTS, steps_left, tags: HashMap::new() };
     let all: Vec<_> = alternatives.iter().map(|alternative| reader.read(alternative, 0)).collect();
     let mut excludes_earlier = |at: usize| all[..at].iter().all(|other| reader.exclude(&all[at], other, 0));
     alternatives.len() <= MAX_ALTERNATIVES && (0..all.len()).all(&mut excludes_earlier)
@@ -50,26 +56,14 @@ impl<'a> AllowedValues<'a> {
         Self { constants: Some(values.iter().collect()), ..Self::of_types(types) }
     }
 
-    /// The values that both allow.
-    fn and(mut self, other: Self) -> Self {
-        self.types = self.types.and(other.types);
-        self.constants = match (self.constants, other.constants) {
-            (Some(ours), Some(theirs)) => Some(ours.into_iter().filter(|value| contains(&theirs, value)).collect()),
-            (ours, theirs) => ours.or(theirs),
-        };
-        if let Some(constants) = &mut self.constants {
-            constants.retain(|value| self.types.has_any(TypeSet::of(value)));
-            let types = constants.iter().map(|value| TypeSet::of(value)).fold(TypeSet::default(), TypeSet::or);
-            self.types = self.types.and(types);
-        }
-        self.properties.extend(other.properties);
-        self.required.extend(other.required);
-        self
-    }
-
     /// The values that one of both allows.
     fn or(self, other: Self) -> Self {
-        let constants = self.constants.zip(other.constants).map(|(ours, theirs)| [ours, theirs].concat());
+        let both =
+            self.constants.zip(other.constants).filter(|(ours, theirs)| ours.len() + theirs.len() <= MAX_CONSTANTS);
+        let constants = both.map(|(mut ours, theirs)| {
+            ours.extend(theirs);
+            ours
+        });
         Self { constants, ..Self::of_types(self.types.or(other.types)) }
     }
 }
@@ -77,9 +71,19 @@ impl<'a> AllowedValues<'a> {
 struct AlternativeReader<'d, 'a> {
     document: &'d Document<'a>,
     parts_left: usize,
+    steps_left: &'d mut usize,
+    /// What the properties allow that were compared before, by their address.
+    tags: HashMap<*const Value, Rc<AllowedValues<'a>>>,
 }
 
 impl<'a> AlternativeReader<'_, 'a> {
+    /// Returns false if too few steps are left.
+    fn spend(&mut self, steps: usize) -> bool {
+        let is_enough = steps <= *self.steps_left;
+        *self.steps_left = self.steps_left.saturating_sub(steps);
+        is_enough
+    }
+
     fn read(&mut self, schema: &'a Value, depth: usize) -> AllowedValues<'a> {
         let everything = AllowedValues::of_types(TypeSet::OTHERS.or(TypeSet::STRING));
         self.parts_left = self.parts_left.saturating_sub(1);
@@ -89,68 +93,109 @@ impl<'a> AlternativeReader<'_, 'a> {
             _ => return everything,
         };
         let list = |key: &str| fields.get(key).and_then(Value::as_array).map(Vec::as_slice);
-        let properties = fields.get("properties").and_then(Value::as_object).into_iter().flatten();
+        let properties = fields.get("properties").and_then(Value::as_object);
+        let names = properties.map_or(0, |properties| properties.len());
+        let values = ["required", "enum"].into_iter().filter_map(list).map(<[Value]>::len).sum::<usize>();
+        if !self.spend(1 + names + values) {
+            return everything;
+        }
         let mut allowed = AllowedValues {
-            properties: properties.map(|(name, part)| (name.as_str(), part)).collect(),
+            properties: properties.into_iter().flatten().map(|(name, part)| (name.as_str(), part)).collect(),
             required: list("required").into_iter().flatten().filter_map(Value::as_str).collect(),
             ..everything
         };
         if let Some(names) = list("type").or(fields.get("type").map(slice::from_ref)) {
             let types = names.iter().filter_map(Value::as_str).map(AllowedValues::of_type).reduce(AllowedValues::or);
-            allowed = allowed.and(types.unwrap_or(AllowedValues::of_constants(&[])));
+            allowed = self.both(allowed, types.unwrap_or(AllowedValues::of_constants(&[])));
         }
         for values in list("enum").into_iter().chain(fields.get("const").map(slice::from_ref)) {
-            allowed = allowed.and(AllowedValues::of_constants(values));
+            allowed = self.both(allowed, AllowedValues::of_constants(values));
         }
         for part in self.document.target(schema).into_iter().chain(list("allOf").into_iter().flatten()) {
-            allowed = allowed.and(self.read(part, depth + 1));
+            let part = self.read(part, depth + 1);
+            allowed = self.both(allowed, part);
         }
         for choices in ["anyOf", "oneOf"].into_iter().filter_map(list) {
             let choices = choices.iter().map(|part| self.read(part, depth + 1)).reduce(AllowedValues::or);
-            allowed = allowed.and(choices.unwrap_or(AllowedValues::of_constants(&[])));
+            allowed = self.both(allowed, choices.unwrap_or(AllowedValues::of_constants(&[])));
         }
         // OpenAPI 3.0 writes a type that may be null in this way.
         let is_nullable = fields.get("nullable") == Some(&Value::Bool(true));
         if is_nullable { allowed.or(AllowedValues::of_constants(&[Value::Null])) } else { allowed }
     }
 
+    /// The values that both allow.
+    fn both(&mut self, mut one: AllowedValues<'a>, other: AllowedValues<'a>) -> AllowedValues<'a> {
+        one.types = one.types.and(other.types);
+        one.constants = match (one.constants, other.constants) {
+            (Some(ours), Some(theirs)) => {
+                Some(ours.into_iter().filter(|value| self.contains(&theirs, value)).collect())
+            }
+            (ours, theirs) => ours.or(theirs),
+        };
+        if let Some(constants) = &mut one.constants {
+            constants.retain(|value| one.types.has_any(TypeSet::of(value)));
+            let types = constants.iter().map(|value| TypeSet::of(value)).fold(TypeSet::default(), TypeSet::or);
+            one.types = one.types.and(types);
+        }
+        one.properties.extend(other.properties);
+        one.required.extend(other.required);
+        one
+    }
+
     /// True if no value is allowed by both.
     fn exclude(&mut self, one: &AllowedValues<'a>, other: &AllowedValues<'a>, depth: usize) -> bool {
         let types = one.types.and(other.types);
         if let (Some(ours), Some(theirs)) = (&one.constants, &other.constants) {
-            return !ours.iter().any(|value| contains(theirs, value));
+            return !ours.iter().any(|value| self.contains(theirs, value));
         }
         if types != TypeSet::OBJECT || depth > MAX_DEPTH {
             return types.is_empty();
         }
-        let names: Vec<&str> = one.required.iter().chain(&other.required).copied().collect();
-        let part = |allowed: &AllowedValues<'a>, name: &str| {
-            allowed.properties.iter().find(|(property, _)| *property == name).map(|(_, part)| *part)
-        };
-        names.into_iter().filter_map(|name| part(one, name).zip(part(other, name))).any(|(ours, theirs)| {
-            let [ours, theirs] = [ours, theirs].map(|part| self.read(part, depth + 1));
+        one.required.iter().chain(&other.required).any(|name| {
+            let parts = [one, other].map(|allowed| self.property(allowed, name));
+            let [Some(ours), Some(theirs)] = parts else { return false };
+            let [ours, theirs] = [ours, theirs].map(|part| self.tag(part, depth + 1));
             self.exclude(&ours, &theirs, depth + 1)
         })
     }
-}
 
-fn contains(values: &[&Value], value: &Value) -> bool {
-    values.iter().any(|other| are_equal(other, value))
-}
+    fn property(&mut self, allowed: &AllowedValues<'a>, name: &str) -> Option<&'a Value> {
+        let found = self.spend(1 + allowed.properties.len()).then(|| allowed.properties.iter());
+        found?.find(|(property, _)| *property == name).map(|(_, part)| *part)
+    }
 
-/// True for equal values of JSON Schema, which does not tell 1 from 1.0. Also true for large integers that an `f64` cannot
-/// tell apart.
-fn are_equal(one: &Value, other: &Value) -> bool {
-    match (one, other) {
-        (Value::Number(one), Value::Number(other)) => one.as_f64() == other.as_f64(),
-        (Value::Array(ones), Value::Array(others)) => {
-            ones.len() == others.len() && ones.iter().zip(others).all(|(one, other)| are_equal(one, other))
+    /// What a property allows. Each is read once, although it is compared with those of all other alternatives.
+    fn tag(&mut self, part: &'a Value, depth: usize) -> Rc<AllowedValues<'a>> {
+        if let Some(known) = self.tags.get(&std::ptr::from_ref(part)) {
+            return known.clone();
         }
-        (Value::Object(ones), Value::Object(others)) => {
-            let is_equal = |(name, one)| others.get(name).is_some_and(|other| are_equal(one, other));
-            ones.len() == others.len() && ones.iter().all(is_equal)
+        let allowed = Rc::new(self.read(part, depth));
+        self.tags.insert(part, allowed.clone());
+        allowed
+    }
+
+    fn contains(&mut self, values: &[&Value], value: &Value) -> bool {
+        values.iter().any(|other| self.are_equal(other, value))
+    }
+
+    /// True for equal values of JSON Schema, which does not tell 1 from 1.0. Also true for large integers that an `f64`
+    /// cannot tell apart, and if no steps are left.
+    fn are_equal(&mut self, one: &Value, other: &Value) -> bool {
+        if !self.spend(1) {
+            return true;
         }
-        _ => one == other,
+        match (one, other) {
+            (Value::Number(one), Value::Number(other)) => one.as_f64() == other.as_f64(),
+            (Value::Array(ones), Value::Array(others)) => {
+                ones.len() == others.len() && ones.iter().zip(others).all(|(one, other)| self.are_equal(one, other))
+            }
+            (Value::Object(ones), Value::Object(others)) => {
+                let is_equal = |(name, one)| others.get(name).is_some_and(|other| self.are_equal(one, other));
+                ones.len() == others.len() && ones.iter().all(is_equal)
+            }
+            _ => one == other,
+        }
     }
 }
 
@@ -207,10 +252,49 @@ mod tests {
             (json!([]), true),
         ] {
             assert_eq!(
-                are_disjoint(alternatives.as_array().unwrap(), &Document::new(&root)),
+                are_disjoint(alternatives.as_array().unwrap(), &Document::new(&root), &mut MAX_STEPS.clone()),
                 disjoint,
                 "{alternatives}"
             );
         }
+    }
+
+    /// Alternatives that would take many steps: large enums whose only common value is the last, nested objects, and
+    /// many references to one enum.
+    #[test]
+    fn work_for_alternatives_is_limited() {
+        let numbers = |from: usize| (from..from + 9999).chain([7]).collect::<Vec<_>>();
+        let node = json!({"type": "object", "properties": {"a": {"$ref": "#/$defs/node"}, "b": {"$ref": "#/$defs/node"}},
+            "required": ["a", "b"]});
+        let root = json!({"$defs": {"x": {"enum": numbers(10_000)}, "y": {"enum": numbers(30_000)}, "node": node}});
+        let names: Vec<String> = (0..100).map(|n| format!("p{n}")).collect();
+        let tagged = |target: &str| {
+            let part = json!({"$ref": target});
+            let parts: serde_json::Map<_, _> = names.iter().map(|name| (name.clone(), part.clone())).collect();
+            json!({"type": "object", "properties": parts, "required": names})
+        };
+        let many = |target: &str| json!({"anyOf": vec![json!({"$ref": target}); 5000]});
+        for alternatives in [
+            [tagged("#/$defs/x"), tagged("#/$defs/y")],
+            [json!({"$ref": "#/$defs/node"}), json!({"$ref": "#/$defs/node"})],
+            [many("#/$defs/x"), many("#/$defs/y")],
+        ] {
+            let mut steps = MAX_STEPS;
+            assert!(!are_disjoint(&alternatives, &Document::new(&root), &mut steps));
+            assert_eq!(steps, 0);
+        }
+    }
+
+    #[test]
+    fn last_property_tells_many_alternatives_apart() {
+        let names: Vec<String> = (0..20).map(|n| format!("p{n}")).collect();
+        let alternative = |n: usize| {
+            let mut parts: serde_json::Map<_, _> =
+                names.iter().map(|name| (name.clone(), json!({"type": "string"}))).collect();
+            parts.insert(names[19].clone(), json!({"const": n}));
+            json!({"type": "object", "properties": parts, "required": names})
+        };
+        let alternatives: Vec<Value> = (0..120).map(alternative).collect();
+        assert!(are_disjoint(&alternatives, &Document::new(&Value::Null), &mut MAX_STEPS.clone()));
     }
 }

@@ -92,6 +92,7 @@ pub fn prepare(schema: &Value, strict: bool) -> Result<Value, FormatError> {
         strict,
         subschemas_left: MAX_SUBSCHEMAS,
         properties_left: MAX_PROPERTIES,
+        steps_left: disjoint::MAX_STEPS,
         definition_names: HashMap::new(),
         pending: Vec::new(),
     };
@@ -133,6 +134,8 @@ struct Preparation<'a> {
     strict: bool,
     subschemas_left: usize,
     properties_left: usize,
+    /// Steps that are left to compare alternatives.
+    steps_left: usize,
     /// Names in the prepared `$defs` of the parts that references lead to, by the address of the part.
     definition_names: HashMap<*const Value, String>,
     /// Definitions that are not prepared yet.
@@ -227,7 +230,8 @@ impl<'a> Preparation<'a> {
         }
         if self.strict && prepared.contains_key("oneOf") {
             let are_disjoint = schema.get("oneOf").and_then(Value::as_array);
-            let are_disjoint = are_disjoint.is_some_and(|all| disjoint::are_disjoint(all, &self.document));
+            let are_disjoint =
+                are_disjoint.is_some_and(|all| disjoint::are_disjoint(all, &self.document, &mut self.steps_left));
             if prepared.contains_key("anyOf") || !are_disjoint {
                 let reason = "`oneOf` can be enforced in a strict schema only if types, constants or a tag tell its \
                               alternatives apart; use `anyOf`";
