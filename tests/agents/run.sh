@@ -42,7 +42,7 @@ turns() {
   shift
   mkdir -p "$dir/home" "$dir/project"
   python3 "$here/scripted_model.py" "$dir/scripted" "${script[@]}"
-  port=$(python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
+  port=$(python3 "$here/../support/free_port.py")
   cd "$dir/project"
   launch() {
     # Nothing of the caller's environment reaches the agent or the server.

@@ -3,21 +3,16 @@
 import json
 import pathlib
 import re
-import socket
 import subprocess
 import sys
 import time
 import urllib.parse
 import urllib.request
 
+from free_port import free_port
+
 BINARY, DEPLOY, WORK = sys.argv[1], pathlib.Path(sys.argv[2]), pathlib.Path(sys.argv[3])
 DRAFT = str(DEPLOY.parent / "models/demo/moestro-demo-dflash")
-
-
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 def get(url, body=None):

@@ -10,4 +10,4 @@ deploy=$(cd "$here/../../deploy" && pwd)
 promtool check rules "$deploy/alerts.yml"
 sed "s|RULES|$deploy/alerts.yml|" "$here/alerts.yml" > "$work/alerts.yml"
 promtool test rules "$work/alerts.yml"
-python3 "$here/check.py" "$1" "$deploy" "$work"
+PYTHONPATH="$here/../support" python3 -B "$here/check.py" "$1" "$deploy" "$work"

@@ -5,19 +5,14 @@ import json
 import os
 import pathlib
 import re
-import socket
 import subprocess
 import sys
 import time
 
+from free_port import free_port
+
 NAME = "models.example"
 BINARY, DEPLOY, WORK = sys.argv[1], pathlib.Path(sys.argv[2]), pathlib.Path(sys.argv[3])
-
-
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 def wait_until(what, condition, seconds=60):

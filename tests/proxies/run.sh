@@ -6,4 +6,4 @@ here=$(cd "$(dirname "$0")" && pwd)
 work=$(mktemp -d)
 trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$work"' EXIT
 export XDG_CACHE_HOME=$work/cache XDG_DATA_HOME=$work/data XDG_CONFIG_HOME=$work/config PATH=$PATH:/usr/sbin
-python3 "$here/check.py" "$1" "$here/../../deploy" "$work" "${@:2}"
+PYTHONPATH="$here/../support" python3 -B "$here/check.py" "$1" "$here/../../deploy" "$work" "${@:2}"

@@ -7,7 +7,6 @@ import os
 import pathlib
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -15,15 +14,11 @@ import time
 import urllib.error
 import urllib.request
 
+from free_port import free_port
+
 # The name by which clients reach the router. The replicas accept it because of --allowed-host.
 SERVICE = "models.example"
 BINARY, CONFIG, WORK = sys.argv[1], pathlib.Path(sys.argv[2]), pathlib.Path(sys.argv[3])
-
-
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 def ask(port, topic, turn=0, stream=False, timeout=60):

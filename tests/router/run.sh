@@ -6,4 +6,4 @@ here=$(cd "$(dirname "$0")" && pwd)
 work=$(mktemp -d)
 trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$work"' EXIT
 export XDG_CACHE_HOME=$work/cache
-exec python3 "$here/check.py" "$1" "$here/../../deploy/haproxy.cfg" "$work"
+PYTHONPATH="$here/../support" python3 -B "$here/check.py" "$1" "$here/../../deploy/haproxy.cfg" "$work"

@@ -43,7 +43,7 @@ fi
 cp "$here/clients.mjs" "$here/ollama_clients.mjs" "$here/pictures.mjs" "$cache/node/"
 
 mkfifo "$scratch/ready"
-ollama=$("$venv/bin/python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
+ollama=$("$venv/bin/python" "$here/../support/free_port.py")
 # Serves a model, or the demo, and sets `port`.
 serve() {
   "$binary" serve "$@" --port 0 >"$scratch/ready" 2>"$scratch/log" &
