@@ -1,108 +1,146 @@
-#!/usr/bin/env python3
-"""Writes a checkpoint that follows a script: scripted_model.py DIR [--search] TOOL ARGUMENT [WORD]...
+"""Writes a checkpoint that follows a script. The standard library suffices.
 
-The first answer of a conversation that has a tool TOOL calls it with the command "echo ran > proof.txt" as the
-parameter ARGUMENT. Each WORD is a further parameter, NAME=VALUE. An answer after the result of a tool, or without the
-tool, is text. TOOL "-" writes a block of aider's edit format "whole" instead of a call. With --search, the first answer
-calls Claude Code's ToolSearch for TOOL, and the second answer calls TOOL. Later turns call TOOL at once.
+A script is a list of rules. The chat template chooses the first rule whose condition holds, and the model gives the
+answer of that rule. A condition is an expression of Jinja with these names:
+
+    names    names of the tools of the request
+    results  number of results of tools in the conversation
+    since    number of results of tools since the last answer without a call
+    asked    text of all messages of the user
+    last     text of the last message of the user
+    images   number of images in the conversation
 
 The script is in the weights. The two layers, a delta net and attention, add zero to the residual, so the logits depend
 on the last token alone. With both kinds of layers, prompts are cached in memory and on the disk like those of a real
 model. Each token of the script has its own direction in the embeddings, and the row of the next token in the head has
-the same. The chat template ends the prompt with a token that starts the call or the text. The tokenizer is that of the
-demo model, so long prompts have a realistic number of tokens. Uses the standard library only.
+the same. The chat template ends the prompt with a token that starts an answer. The tokenizer is that of the demo model,
+so long prompts have a realistic number of tokens. The vision tower is that of tests/fixtures/vision.
 """
-import json, pathlib, struct, sys
+import json, pathlib, struct
 
-DEMO = pathlib.Path(__file__).parents[2] / "models/demo/moestro-demo"
-HIDDEN, HEAD, EXPERTS, INNER = 128, 64, 4, 64
-CONTEXT = 131_072
-COMMAND = ["echo ran", " > proof.txt"]
-TEXT = ["The script", " has ended."]
-CALL, SAY, SEARCH = "<|script_call|>", "<|script_say|>", "<|script_search|>"
+ROOT = pathlib.Path(__file__).parents[2]
+DEMO = ROOT / "models/demo/moestro-demo"
+VISION = ROOT / "tests/fixtures/vision/mlx_4bit"
+HIDDEN, HEAD, EXPERTS, INNER = 128, 64, 4, 64  # HIDDEN is that of the vision tower
+IMAGE = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]
 
-# Renders a conversation as the demo's template does, and chooses the script.
+# Renders a conversation as the template of the demo does, calls as the model writes them, and chooses the rule.
 TEMPLATE = """{%- for tool in tools or [] %}{{- tool | tojson + '\\n' }}{%- endfor %}
-{%- set ns = namespace(ran=false, results=0) %}
+{%- set ns = namespace(results=0, since=0, images=0, asked='', last='') %}
 {%- for message in messages %}
-    {%- set ns.ran = message.role == 'tool' or (ns.ran and message.role != 'user') %}
-    {%- set ns.results = ns.results + (1 if message.role == 'tool' else 0) %}
-    {{- '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
-    {%- for call in message.tool_calls or [] %}{{- '<tool_call>\\n' + call.function.name + '\\n</tool_call>' }}{%- endfor %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- set ns.text = '' %}
+    {%- if message.content is string %}
+        {%- set ns.text = message.content %}
+    {%- else %}
+        {%- for part in message.content or [] %}
+            {%- if part.type == 'text' %}
+                {%- set ns.text = ns.text + part.text %}
+            {%- else %}
+                {%- set ns.images = ns.images + 1 %}
+                {%- set ns.text = ns.text + 'IMAGE' %}
+            {%- endif %}
+        {%- endfor %}
+    {%- endif %}
+    {{- ns.text }}
+    {%- for call in message.tool_calls or [] %}
+        {{- '<tool_call>\\n<function=' + call.function.name + '>\\n' }}
+        {%- for name, value in (call.function.arguments or {}) | items %}
+            {{- '<parameter=' + name + '>\\n' + (value if value is string else value | tojson) + '\\n</parameter>\\n' }}
+        {%- endfor %}
+        {{- '</function>\\n</tool_call>' }}
+    {%- endfor %}
     {{- '<|im_end|>\\n' }}
+    {%- if message.role == 'tool' %}
+        {%- set ns.results = ns.results + 1 %}
+        {%- set ns.since = ns.since + 1 %}
+    {%- elif message.role == 'user' %}
+        {%- set ns.last = ns.text %}
+        {%- set ns.asked = ns.asked + ns.text + '\\n' %}
+    {%- elif message.role == 'assistant' and not message.tool_calls %}
+        {%- set ns.since = 0 %}
+    {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}
     {%- set names = (tools or []) | map(attribute='function') | map(attribute='name') | list %}
-    {{- '<|im_start|>assistant\\n' + (CHOICE) }}
+    {%- set results, since, images, asked, last = ns.results, ns.since, ns.images, ns.asked, ns.last %}
+    {{- '<|im_start|>assistant\\n' }}
+    RULES
 {%- endif %}
 """
 
 
-def call(tool, parameters):
+def call(tool, **parameters):
     """The text of a call."""
-    parameters = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in parameters)
+    parameters = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in parameters.items())
     return f"<tool_call>\n<function={tool}>\n{parameters}</function>\n</tool_call>"
 
 
-def script(tool, parameters):
-    """The pieces of the answer that calls the tool."""
-    if tool == "-":
-        return ["proof.txt\n```\n", "ran\n``", "`\n"]
-    (first, command), *others = parameters
-    others = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in others)
-    return ["<tool_call>", f"\n<function={tool}>\n<parameter={first}>\n", *command, f"\n</parameter>\n{others}</function>\n",
-            "</tool_call>"]
+def pieces(text, used):
+    """The tokens of an answer: at least three, so that calls and words are cut somewhere, or fewer if others have them."""
+    for size in range(-(-len(text) // 3), len(text) + 1):
+        cut = [text[at:at + size] for at in range(0, len(text), size)]
+        if len(set(cut)) == len(cut) and not used.intersection(cut):
+            return cut
+    raise ValueError(f"{text!r} is a token already")
 
 
-def main():
-    out, *arguments = sys.argv[1:]
-    searches = arguments[0] == "--search"
-    tool, argument, *words = arguments[searches:]
-    out = pathlib.Path(out)
+def write(out, rules, context=131_072):
+    """Writes the checkpoint to the folder `out`. A rule is a pair of a condition and the text of an answer."""
     out.mkdir(parents=True, exist_ok=True)
-    parameters = [(argument, COMMAND)] + [tuple(word.split("=", 1)) for word in words]
     tokenizer = json.loads((DEMO / "tokenizer.json").read_text())
     ids = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
 
     def add(content, special=False):
-        assert content not in tokenizer["model"]["vocab"], f"{content!r} is a token already"
-        if content not in ids:
-            ids[content] = len(tokenizer["model"]["vocab"]) + len(tokenizer["added_tokens"])
-            tokenizer["added_tokens"].append({"id": ids[content], "content": content, "single_word": False, "lstrip": False,
-                                              "rstrip": False, "normalized": False, "special": special})
+        ids[content] = len(tokenizer["model"]["vocab"]) + len(tokenizer["added_tokens"])
+        tokenizer["added_tokens"].append({"id": ids[content], "content": content, "single_word": False, "lstrip": False,
+                                          "rstrip": False, "normalized": False, "special": special})
         return ids[content]
 
     end = ids["<|im_end|>"]
-    chains = [[add(CALL, True)] + [add(piece) for piece in script(tool, parameters)] + [end],
-              [add(SAY, True)] + [add(piece) for piece in TEXT] + [end]]
-    if searches:
-        # One token, because the parts of a call have other successors in the other script.
-        chains.append([add(SEARCH, True), add(call("ToolSearch", [("query", f"select:{tool}"), ("max_results", 5)])), end])
+    image = [add(token, True) for token in IMAGE]
+    texts = list(dict.fromkeys(text for _, text in rules))
+    chains = []
+    for n, text in enumerate(texts):
+        cut = pieces(text, ids.keys() | tokenizer["model"]["vocab"].keys())
+        chains.append([add(f"<|answer_{n}|>", True), *map(add, cut), end])
     vocabulary = -(-(max(ids.values()) + 1) // 64) * 64
     (out / "tokenizer.json").write_text(json.dumps(tokenizer))
+    words = [f"{{%- {'el' if n else ''}if {condition} %}}{{{{- '<|answer_{texts.index(text)}|>' }}}}"
+             for n, (condition, text) in enumerate(rules)]
     settings = json.loads((DEMO / "tokenizer_config.json").read_text())
-    when = "messages | length > 1" if tool == "-" else f"'{tool}' in names"
-    choice = f"'{CALL}' if {when} and not ns.ran else '{SAY}'"
-    if searches:
-        choice = f"'{SEARCH}' if 'ToolSearch' in names and ns.results == 0 else '{CALL}' if ns.results == 1 or not ns.ran else '{SAY}'"
-    settings["chat_template"] = TEMPLATE.replace("CHOICE", choice)
+    settings["chat_template"] = TEMPLATE.replace("RULES", "\n    ".join(words + ["{%- endif %}"])).replace("IMAGE", "".join(IMAGE))
     (out / "tokenizer_config.json").write_text(json.dumps(settings))
     text = json.loads((DEMO / "config.json").read_text())["text_config"]
-    text.update(hidden_size=HIDDEN, num_hidden_layers=2, vocab_size=vocabulary, max_position_embeddings=CONTEXT,
+    text.update(hidden_size=HIDDEN, num_hidden_layers=2, vocab_size=vocabulary, max_position_embeddings=context,
                 num_attention_heads=1, num_key_value_heads=1, head_dim=HEAD, linear_num_key_heads=1,
                 linear_num_value_heads=2, linear_key_head_dim=HEAD, linear_value_head_dim=HEAD,
                 layer_types=["linear_attention", "full_attention"], num_experts=EXPERTS, num_experts_per_tok=2,
                 moe_intermediate_size=INNER, shared_expert_intermediate_size=INNER, mtp_num_hidden_layers=0)
+    vision = json.loads((VISION / "config.json").read_text())["vision_config"]
     config = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe", "text_config": text,
-              "eos_token_id": end, "tie_word_embeddings": False}
+              "vision_config": vision, "vision_start_token_id": image[0], "image_token_id": image[1],
+              "vision_end_token_id": image[2], "eos_token_id": end, "tie_word_embeddings": False}
     (out / "config.json").write_text(json.dumps(config))
     (out / "generation_config.json").write_text(json.dumps({"eos_token_id": [end], "temperature": 0.6}))
+    (out / "preprocessor_config.json").write_bytes((VISION / "preprocessor_config.json").read_bytes())
     write_weights(out / "model.safetensors", chains, vocabulary, end)
+
+
+def vision_tensors():
+    """The tensors of the vision tower: name, type, shape and bytes."""
+    with open(VISION / "model.safetensors", "rb") as file:
+        size, = struct.unpack("<Q", file.read(8))
+        header, data = json.loads(file.read(size)), file.read()
+    for name, tensor in header.items():
+        if name.startswith("vision_tower."):
+            begin, end = tensor["data_offsets"]
+            yield name, (tensor["dtype"], tensor["shape"], data[begin:end])
 
 
 def write_weights(path, chains, vocabulary, end):
     one, gain = struct.pack("<H", 0x3F80), struct.pack("<H", 0x4080)  # 1.0 and 4.0 in bf16
-    tensors = {}
+    tensors = dict(vision_tensors())
 
     def tensor(name, *shape, fill=b"\0\0", kind="BF16"):
         size = 1
@@ -163,6 +201,3 @@ def write_weights(path, chains, vocabulary, end):
         file.write(struct.pack("<Q", len(header)) + header)
         for _, _, data in tensors.values():
             file.write(data)
-
-
-main()
