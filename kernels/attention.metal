@@ -176,12 +176,12 @@ FN void attend_split(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE co
         score[h * BATCH + n] = SIMD_SUM(score[h * BATCH + n]) * key_scale[n];
         if (block + n < end) new_max = max(new_max, score[h * BATCH + n]);
       }
-      const float rescale = exp(max_score[h] - new_max);
+      const float rescale = FAST_EXP(max_score[h] - new_max);
       max_score[h] = new_max;
       denominator[h] *= rescale;
       UNROLL for (uint j = 0; j < COLUMNS; j++) sum[h * COLUMNS + j] *= rescale;
       UNROLL for (uint n = 0; n < BATCH; n++) {
-        score[h * BATCH + n] = block + n < end ? exp(score[h * BATCH + n] - new_max) : 0.0f;
+        score[h * BATCH + n] = block + n < end ? FAST_EXP(score[h * BATCH + n] - new_max) : 0.0f;
         denominator[h] += score[h * BATCH + n];
       }
     }
@@ -220,7 +220,7 @@ KERNEL(attention_merge, ARGS(AttentionArgs, a), IN(float, proj, 1), IN(float, pa
   BARRIER();
   max_score = SIMD_MAX(simd_values[lane % MERGE_SIMDS]);
   for (uint s = tid; s < splits; s += MERGE_SIMDS * 32) {
-    split_weight[s] = exp(from[s * row + a.dim] - max_score);
+    split_weight[s] = FAST_EXP(from[s * row + a.dim] - max_score);
     denominator = fma(from[s * row + a.dim + 1], split_weight[s], denominator);
   }
   denominator = SIMD_SUM(denominator);
@@ -385,8 +385,8 @@ KERNEL(attention_decode_tiles, ARGS(AttentionArgs, a), IN(float, q, 1), IN(short
         new_max = max(new_max, s[m]);
       }
       new_max = SIMD_MAX(new_max);
-      const float rescale = exp(max_score[n] - new_max);
-      UNROLL for (uint m = 0; m < 2; m++) s[m] = exists[m] ? exp(s[m] - new_max) : 0.0f;
+      const float rescale = FAST_EXP(max_score[n] - new_max);
+      UNROLL for (uint m = 0; m < 2; m++) s[m] = exists[m] ? FAST_EXP(s[m] - new_max) : 0.0f;
       denominator[n] = fma(denominator[n], rescale, SIMD_SUM(lane < 8 ? s[0] + s[1] : 0.0f));
       max_score[n] = new_max;
       if (lane < 8)

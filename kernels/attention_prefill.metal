@@ -119,8 +119,8 @@ FN void attend_rows(CONSTANT PrefillArgs& a, DEVICE const float* q, DEVICE const
         s[m] = scores[row * SUM_PITCH + 2 * lane + m];
         if (block + 2 * lane + m > sees) s[m] = -as_type<float>(0x7f7fffffu);
       }
-      const float new_max = max(max_score[n], SIMD_MAX(max(s[0], s[1]))), rescale = exp(max_score[n] - new_max);
-      UNROLL for (uint m = 0; m < 2; m++) s[m] = exp(s[m] - new_max);
+      const float new_max = max(max_score[n], SIMD_MAX(max(s[0], s[1]))), rescale = FAST_EXP(max_score[n] - new_max);
+      UNROLL for (uint m = 0; m < 2; m++) s[m] = FAST_EXP(s[m] - new_max);
       probs[row * PITCH + lane] = HALF2(s[0], s[1]);
       max_score[n] = new_max;
       denominator[n] = denominator[n] * rescale + SIMD_SUM(s[0] + s[1]);

@@ -220,12 +220,12 @@ FN void attend_blocks(CONSTANT BlockArgs& a, DEVICE const float* q, DEVICE const
       score[n] = SIMD_SUM(score[n]) * cache_scale(keys + at[n], dim);
       if (first + n < count) new_highest = max(new_highest, score[n]);
     }
-    const float rescale = exp(highest - new_highest);
+    const float rescale = FAST_EXP(highest - new_highest);
     highest = new_highest;
     denominator *= rescale;
     UNROLL for (uint j = 0; j < 8; j++) sum[j] *= rescale;
     UNROLL for (uint n = 0; n < BATCH; n++) {
-      const float weight = first + n < count ? exp(score[n] - highest) : 0.0f;
+      const float weight = first + n < count ? FAST_EXP(score[n] - highest) : 0.0f;
       const float scaled = weight * cache_scale(values + at[n], dim);
       denominator += weight;
       UNROLL for (uint j = 0; j < 8; j += 4) {
@@ -244,7 +244,7 @@ FN void attend_blocks(CONSTANT BlockArgs& a, DEVICE const float* q, DEVICE const
   float total = 0;
   denominator = 0;
   for (uint n = 0; n < SIMDS; n++) {
-    const float share = exp(shares[n] - highest);
+    const float share = FAST_EXP(shares[n] - highest);
     denominator = fma(shares[SIMDS + n], share, denominator);
     total = fma(sums[n * MAX_DIM + tid], share, total);
   }

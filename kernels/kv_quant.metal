@@ -230,12 +230,12 @@ FN void attend_range(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE co
       float new_max = max_score[h];
       UNROLL for (uint n = 0; n < BATCH; n++)
         if (block + n < end) new_max = max(new_max, score[h * BATCH + n]);
-      const float rescale = exp(max_score[h] - new_max);
+      const float rescale = FAST_EXP(max_score[h] - new_max);
       max_score[h] = new_max;
       denominator[h] *= rescale;
       UNROLL for (uint j = 0; j < COLUMNS; j++) sum[h * COLUMNS + j] *= rescale;
       UNROLL for (uint n = 0; n < BATCH; n++) {
-        score[h * BATCH + n] = block + n < end ? exp(score[h * BATCH + n] - new_max) : 0.0f;
+        score[h * BATCH + n] = block + n < end ? FAST_EXP(score[h * BATCH + n] - new_max) : 0.0f;
         denominator[h] += score[h * BATCH + n];
       }
     }
@@ -309,7 +309,7 @@ KERNEL(attention_merge_quant, ARGS(AttentionArgs, a), IN(float, proj, 1), IN(flo
   BARRIER();
   for (uint n = 0; n < MERGE_THREADS / 32; n++) max_score = max(max_score, simd_values[n]);
   for (uint s = tid; s < splits; s += MERGE_THREADS) {
-    factor[s] = exp(from[s * row + a.dim] - max_score);
+    factor[s] = FAST_EXP(from[s * row + a.dim] - max_score);
     denominator = fma(from[s * row + a.dim + 1], factor[s], denominator);
   }
   denominator = SIMD_SUM(denominator);

@@ -34,11 +34,11 @@ FN uint to_f16(float x) {  // rounds to nearest, ties to even
   return sign | (whole + (rest > half_unit || (rest == half_unit && (whole & 1u)) ? 1u : 0u));
 }
 
+// The bits of an E4M3 code are the leading bits of a half, apart from the exponent's bias: the half times 2^8 is the
+// value. This also holds for subnormals. GPUs convert halves at the rate of other operations.
 FN float e4m3(uint q) {
-  const uint size = q & 127u;
-  const float subnormal = float(size) * as_type<float>(0x3b000000u);  // 2^-9
-  const uint normal = size == 127u ? 0x7fc00000u : 0x3c000000u + (size << 20);
-  return as_type<float>((size < 8u ? as_type<uint>(subnormal) : normal) | (q & 128u) << 24);
+  const float value = HALF_TO_FLOAT((q & 128u) << 8 | (q & 127u) << 7) * 256.0f;
+  return (q & 127u) == 127u ? as_type<float>(0x7fc00000u) : value;
 }
 
 FN float e2m1(uint q) {
@@ -104,8 +104,10 @@ FN void unpack_chunk(CONSTANT Matrix& m, DEVICE const uchar* row, uint c, uint c
       return;
     case MXFP8:
     case FP8:
-      unpack<8>(row + c * 16, v);
-      UNROLL for (uint i = 0; i < 16; i++) v[i] = e4m3(uint(v[i]));
+      UNROLL for (uint i = 0; i < 16; i += 2) {
+        const uint two = ((DEVICE const ushort*)row)[c * 8 + i / 2];
+        v[i] = e4m3(two & 255u), v[i + 1] = e4m3(two >> 8);
+      }
       return;
     default:
       UNROLL for (uint i = 0; i < 16; i++) v[i] = c * 16 + i < cols ? load_float(row, m.float_type, c * 16 + i) : 0.0f;

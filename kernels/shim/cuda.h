@@ -44,6 +44,8 @@ typedef unsigned long long ulong;
 // A GPU converts integers to floats at a lower rate than it adds floats. Instead, the bits of q become the low bits
 // of the float 2^23 + q, and subtracting 2^23 is exact.
 #define MASKED(q, mask) masked(q, mask)
+#define HALF_TO_FLOAT(bits) half_to_float(bits)
+#define FAST_EXP(x) exp(x)
 #define BARRIER() __syncthreads()
 #define SIMD_SUM(x) warp_sum(x)
 #define SIMD_MAX(x) warp_max(x)
@@ -80,6 +82,11 @@ FN float masked(uint q, uint mask) {
   uint bits;
   asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(bits) : "r"(q), "r"(mask), "r"(0x4b000000u));  // q & mask | 2^23
   return __uint_as_float(bits) - 8388608.0f;
+}
+FN float half_to_float(uint bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"((ushort)bits));
+  return value;
 }
 FN float warp_sum(float x) {
   for (int o = 16; o; o >>= 1) x += __shfl_xor_sync(0xffffffffu, x, o);

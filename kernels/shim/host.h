@@ -66,6 +66,8 @@ template <class To, class From> To as_type(From from) {
 #define STREAM(p) (*(p))
 #define PEEK(p) (*(p))
 #define MASKED(q, mask) float((q) & (mask))
+#define HALF_TO_FLOAT(bits) host::halves[bits]
+#define FAST_EXP(x) host::fast_exp(x)
 #define BARRIER() host::meet(host::Whole, __LINE__, 0)
 #define SIMD_SUM(x) host::reduce(host::Sum, __LINE__, x)
 #define SIMD_MAX(x) host::reduce(host::Max, __LINE__, x)
@@ -172,6 +174,15 @@ inline const std::vector<float> halves = [] {
   for (uint bits = 0; bits < 65536; bits++) all[bits] = half_value(bits);
   return all;
 }();
+// exp. If the environment has MOESTRO_FAST_EXP_ERRORS, errs as much as Metal's specification allows for fast::exp: by
+// 3 + floor(|2 x|) units in the last place. The power 2^0 is exact.
+inline float fast_exp(float x) {
+  static const bool errs = getenv("MOESTRO_FAST_EXP_ERRORS") != nullptr;
+  const float y = exp(x);
+  if (!errs || y == 0 || x == 0) return y;
+  const float error = (3 + floor(fabs(2 * x))) * as_type<float>(0x34000000u);  // 2^-23
+  return as_type<uint>(x) & 1u ? y * (1 + error) : y * (1 - error);
+}
 // Multiplications on matrix units since the last launch began.
 inline ulong products = 0;
 

@@ -35,6 +35,8 @@ typedef __attribute__((ext_vector_type(4))) float float4;
 #define STREAM(p) (*(p))
 #define PEEK(p) (*(p))
 #define MASKED(q, mask) float((q) & (mask))
+#define HALF_TO_FLOAT(bits) f16(bits)
+#define FAST_EXP(x) exp(x)
 #define BARRIER() lint_barrier()
 #define SIMD_SUM(x) simd_sum(x)
 #define SIMD_MAX(x) simd_max(x)

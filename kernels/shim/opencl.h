@@ -27,6 +27,8 @@
 #define STREAM(p) (*(p))
 #define PEEK(p) (*(p))
 #define MASKED(q, mask) float((q) & (mask))
+#define HALF_TO_FLOAT(bits) f16(bits)
+#define FAST_EXP(x) exp(x)
 #define BARRIER() barrier(CLK_LOCAL_MEM_FENCE)
 #define SIMD_SUM(x) simd_sum(x)
 #define SIMD_MAX(x) simd_max(x)

@@ -130,8 +130,17 @@ impl Host {
     /// Starts the program with all kernels and without sanitizers. This program is several times as fast, and is used
     /// for whole forward passes.
     pub fn fast() -> Self {
+        Self::run_program(Self::fast_program())
+    }
+
+    fn fast_program() -> &'static Path {
         static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
-        Self::run_program(PROGRAM.get_or_init(|| build(&all(), "fast", false)))
+        PROGRAM.get_or_init(|| build(&all(), "fast", false))
+    }
+
+    /// Starts the fast program. The exponentials of attention err as much as Metal's specification allows.
+    pub fn with_exp_errors() -> Self {
+        Self::run_with(Self::fast_program(), &[("MOESTRO_FAST_EXP_ERRORS", "1")])
     }
 
     /// Starts the program without `tiles.metal` and the kernels that need this file.
@@ -148,12 +157,17 @@ impl Host {
     }
 
     fn run_program(program: &Path) -> Self {
+        Self::run_with(program, &[])
+    }
+
+    fn run_with(program: &Path, environment: &[(&str, &str)]) -> Self {
         let mut child = Command::new(program)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .env("ASAN_OPTIONS", "detect_leaks=0:detect_stack_use_after_return=0")
             .env("UBSAN_OPTIONS", "print_stacktrace=1")
+            .envs(environment.iter().copied())
             .spawn()
             .unwrap();
         let (to, from) = (child.stdin.take().unwrap(), child.stdout.take().unwrap());

@@ -54,6 +54,47 @@ fn embedding_and_dequantize_match_reference() {
     }
 }
 
+/// Every code of E4M3 has exactly the value of its definition, on each path that reads FP8.
+#[test]
+fn e4m3_codes_have_exact_values() {
+    let mut host = Host::start();
+    let codes: Vec<u8> = (0..=255).collect();
+    let expected = |code: u8| match code & 127 {
+        127 => f32::NAN,
+        bits => {
+            let (exponent, mantissa) = (i32::from(bits >> 3), f32::from(bits & 7) / 8.0);
+            let size = if exponent == 0 { mantissa / 64.0 } else { (1.0 + mantissa) * 2f32.powi(exponent - 7) };
+            if code < 128 { size } else { -size }
+        }
+    };
+    let expected: Vec<f32> = codes.iter().map(|code| expected(*code)).collect();
+    let check = |found: Vec<f32>, what: &str| {
+        for (code, (found, expected)) in found.iter().zip(&expected).enumerate() {
+            assert!(found == expected || found.is_nan() && expected.is_nan(), "{what}: {code}: {found:e} {expected:e}");
+        }
+    };
+    for (format, scales) in [
+        (WeightFormat::Mxfp8, vec![127; 8]),
+        (WeightFormat::Fp8(Some(Float::F32)), 1f32.to_le_bytes().repeat(2)),
+        (WeightFormat::Fp8(Some(Float::Bf16)), vec![0x80, 0x3f, 0x80, 0x3f]),
+    ] {
+        let parts = [host.bytes(&codes), host.bytes(&scales), host.bytes(&[])];
+        let weight = Weight { codes: format, rows: 1, cols: 256, global_scale: 1.0, parts };
+        let out = host.empty(256 * 4);
+        host.run(&dequantize(&weight, Float::F32, out));
+        check(host.read_floats(out), &format!("{format:?}"));
+        // One row per code, of which the product takes the first column.
+        let rows: Vec<u8> = codes.iter().flat_map(|code| [*code, 0].into_iter().chain([0; 30])).collect();
+        let scales = if format == WeightFormat::Mxfp8 { vec![127; 256] } else { scales };
+        let parts = [host.bytes(&rows), host.bytes(&scales), host.bytes(&[])];
+        let matrices = [Weight { codes: format, rows: 256, cols: 32, global_scale: 1.0, parts }];
+        let first: Vec<f32> = (0..32).map(|column| if column == 0 { 1.0 } else { 0.0 }).collect();
+        let (x, y) = (host.floats(&first), host.empty(256 * 4));
+        host.run(&Linear { x, tokens: 1, norm: None, matrices: &matrices, y, add: false }.launch());
+        check(host.read_floats(y), &format!("product of {format:?}"));
+    }
+}
+
 #[test]
 fn f16_rounding_matches_ieee() {
     let mut host = Host::start();
@@ -311,7 +352,11 @@ fn long_recurrence_is_cut() {
 /// Computes attention of `tokens` rows after `start` cached positions, as in decoding and as in a prompt, and compares
 /// it with plain loops. Also checks that computing row by row gives the same bytes.
 fn attend_case(op: AttentionShape, start: usize, tokens: usize) {
-    let mut host = Host::start();
+    attend_on(Host::start(), op, start, tokens);
+}
+
+/// The same on a given host. Returns the results of decoding.
+fn attend_on(mut host: Host, op: AttentionShape, start: usize, tokens: usize) -> Vec<f32> {
     host.twice = start < 100;
     let mut random = Random((op.dim + start) as u64);
     let (width, dim) = (op.width(), op.dim);
@@ -425,21 +470,27 @@ fn attend_case(op: AttentionShape, start: usize, tokens: usize) {
     }
     let off = difference(&halves[0], &expected);
     assert!(off < 2e-3, "in half precision {op:?} from {start}: relative error {off:.1e}");
+    results.swap_remove(0)
+}
+
+fn op(heads: usize, kv_heads: usize, dim: usize, rope_dim: usize, context: usize) -> AttentionShape {
+    AttentionShape { heads, kv_heads, dim, rope_dim, eps: 1e-6, context, format: KvFormat::F32, recent: None }
+}
+
+/// The errors that Metal's specification allows for `fast::exp` stay within the tolerances of every GPU.
+#[test]
+fn attention_tolerates_fast_exponentials() {
+    let narrow = |shape| AttentionShape { format: KvFormat::I16, ..shape };
+    for (shape, start) in
+        [(op(8, 2, 256, 64, 40), 30), (op(2, 1, 20, 10, 8200), 8190), (narrow(op(8, 1, 256, 64, 300)), 250)]
+    {
+        let [exact, fast] = [Host::fast(), Host::with_exp_errors()].map(|host| attend_on(host, shape, start, 4));
+        assert_ne!(exact, fast, "no exponential has an error");
+    }
 }
 
 #[test]
 fn attention_matches_reference() {
-    let format = KvFormat::F32;
-    let op = |heads, kv_heads, dim, rope_dim, context| AttentionShape {
-        heads,
-        kv_heads,
-        dim,
-        rope_dim,
-        eps: 1e-6,
-        context,
-        format,
-        recent: None,
-    };
     attend_case(op(8, 2, 256, 64, 40), 0, 5);
     attend_case(op(8, 2, 256, 64, 40), 30, 5);
     attend_case(op(4, 1, 128, 32, 9), 6, 3);
