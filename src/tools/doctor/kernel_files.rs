@@ -25,6 +25,7 @@ pub fn write(dir: &Path) -> Result<(), CommandError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::sync::Mutex;
 
     #[test]
     fn printed_kernels_match_the_compiled_text() {
@@ -34,13 +35,14 @@ mod tests {
         let printed = |name: &str| fs::read_to_string(out.join(name)).unwrap();
         // `compile` also compiles the variant without tiles if the compiler rejects the variant with tiles. This
         // compiler rejects all variants.
-        let mut compiled = Vec::new();
+        let compiled = Mutex::new(Vec::new());
         let result = kernels::compile::<()>(false, |name, text, tiles| {
             let file = if tiles { format!("{name}.metal") } else { format!("{name}.no-tiles.metal") };
             assert!(printed(&file) == kernels::metal_source(text, tiles), "{file}");
-            compiled.push(file);
+            compiled.lock().unwrap().push(file);
             if tiles { Err(String::new()) } else { Ok(Vec::new()) }
         });
+        let compiled = compiled.into_inner().unwrap();
         assert!(!result.has_tiles);
         assert_eq!(compiled.len(), 2 * kernels::FILES.len());
         assert_eq!(fs::read_dir(&out).unwrap().count(), compiled.len() + 1, "and fault.metal");

@@ -1,7 +1,8 @@
 //! Source text of the kernels, embedded in the binary. Metal or NVRTC compiles this text at run time.
 
 use super::DeviceError;
-use std::collections::BTreeMap;
+use moestro_base::platform::run_jobs;
+use std::{collections::BTreeMap, convert::Infallible};
 
 /// A kernel file. Before compilation, the shim, `quant.metal` and usually `tiles.metal` (see [`compile`]) are inserted at
 /// the start of the text.
@@ -135,18 +136,27 @@ pub fn metal_sources(tiles: bool) -> impl Iterator<Item = (&'static str, String)
     FILES.into_iter().map(move |file| (file.name, metal_source(file.text, tiles)))
 }
 
-/// Compiles all files with `compile_file(name, text, with_tiles)`, which also creates the pipelines.
+/// Compiles all files at the same time with `compile_file(name, text, with_tiles)`, which also creates the pipelines.
 ///
 /// If a file or a pipeline fails that models use, compiles all files again without `tiles.metal`. A GPU whose compiler
 /// does not support matrix units can then run all other kernels.
-pub fn compile<P>(
+pub fn compile<P: Send>(
     has_own_memory: bool,
-    mut compile_file: impl FnMut(&str, &str, bool) -> Result<FileKernels<P>, String>,
+    compile_file: impl Fn(&str, &str, bool) -> Result<FileKernels<P>, String> + Sync,
 ) -> CompiledKernels<P> {
-    let mut compile_all = |has_tiles| {
+    let compile_all = |has_tiles| {
         let mut compiled = CompiledKernels { pipelines: BTreeMap::new(), refused: Vec::new(), has_tiles };
-        for KernelFile { name, text, .. } in FILES {
-            let kernels = compile_file(name, text, has_tiles).unwrap_or_else(|log| {
+        let compile_one = |file: KernelFile| (file.name, compile_file(file.name, file.text, has_tiles));
+        let done = run_jobs(
+            "kernels",
+            FILES.len(),
+            FILES.to_vec(),
+            || Ok::<_, Infallible>(()),
+            |file, ()| Ok(compile_one(file)),
+        );
+        let Ok(done) = done;
+        for (name, kernels) in done {
+            let kernels = kernels.unwrap_or_else(|log| {
                 compiled.refused.push((format!("kernels/{name}.metal"), log));
                 Vec::new()
             });
@@ -172,6 +182,32 @@ pub fn compile<P>(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::{
+        sync::{Condvar, Mutex},
+        time::Duration,
+    };
+
+    #[test]
+    fn files_compile_at_the_same_time() {
+        let (running, both) = (Mutex::new(0), Condvar::new());
+        let made = compile(false, |name, _, _| {
+            let mut count = running.lock().unwrap();
+            *count += 1;
+            both.notify_all();
+            // Threads that compile one file after another never have two files at once.
+            let _ = both.wait_timeout_while(count, Duration::from_secs(20), |count| *count < 2).unwrap();
+            let at_once = *running.lock().unwrap() >= 2;
+            Ok(vec![(name.into(), Ok(at_once))])
+        });
+        assert!(made.pipelines.len() == FILES.len() && made.pipelines.values().all(|at_once| *at_once));
+        // The order of the messages does not depend on the threads.
+        let refused = compile::<()>(false, |name, _, _| {
+            std::thread::sleep(Duration::from_millis(20 - name.len() as u64));
+            Err(name.into())
+        });
+        let logs = refused.refused.iter().map(|(_, log)| log.as_str());
+        assert!(logs.eq(FILES.iter().map(|file| file.name)));
+    }
 
     #[test]
     fn compile_retries_without_tiles() {

@@ -9,9 +9,13 @@
 use crate::device::{
     DeviceError,
     kernels::{self, CompiledKernels, FileKernels},
+    metal::catch_exception,
 };
 use candle_metal_kernels::metal::Device;
-use objc2::{rc::Retained, runtime::ProtocolObject};
+use objc2::{
+    rc::{Retained, autoreleasepool},
+    runtime::ProtocolObject,
+};
 use objc2_foundation::{NSError, NSString};
 use objc2_metal::{MTLCompileOptions, MTLComputePipelineState, MTLDevice, MTLLibrary};
 use std::cell::OnceCell;
@@ -36,31 +40,13 @@ impl MetalLibrary {
     /// Compiles all files on the first call.
     fn compiled(&self) -> &CompiledKernels<Pipeline> {
         self.compiled.get_or_init(|| {
-            let options = MTLCompileOptions::new();
-            // With fast math, a row's result would depend on which kernel computed it, and differ from the CPU's
-            // result. `setFastMathEnabled` is deprecated, but its replacement `mathMode` needs macOS 15.
-            #[allow(deprecated)]
-            options.setFastMathEnabled(false);
+            let device = &self.device;
+            // Each file has a thread of its own, which must not end with an Objective-C exception.
             kernels::compile(false, |_, text, tiles| {
-                let source = NSString::from_str(&kernels::metal_source(text, tiles));
-                let library = self.device.as_ref().newLibraryWithSource_options_error(&source, Some(&options));
-                let library = library.map_err(|error| format!("Apple's compiler rejects it:\n{}", message(&error)))?;
-                let names = library.functionNames();
-                Ok(names
-                    .iter()
-                    .map(|name| (name.to_string(), self.create(&library, &name)))
-                    .collect::<FileKernels<_>>())
+                let compiled = catch_exception(|| autoreleasepool(|_| compile_file(device, text, tiles)));
+                compiled.unwrap_or_else(|thrown| Err(thrown.0))
             })
         })
-    }
-
-    /// Creates the pipeline of a function.
-    fn create(&self, library: &ProtocolObject<dyn MTLLibrary>, name: &NSString) -> Result<Pipeline, String> {
-        let Some(function) = library.newFunctionWithName(name) else {
-            return Err("the function is missing from its library".into());
-        };
-        let pipeline = self.device.as_ref().newComputePipelineStateWithFunction_error(&function);
-        pipeline.map_err(|error| message(&error))
     }
 
     /// True if the kernels that need matrix units have compiled.
@@ -86,7 +72,7 @@ impl MetalLibrary {
                 let source = NSString::from_str(kernels::METAL_FAULT);
                 let library = self.device.as_ref().newLibraryWithSource_options_error(&source, None);
                 let library = library.map_err(|error| DeviceError(message(&error)))?;
-                self.create(&library, &NSString::from_str("fault")).map_err(DeviceError)?
+                create(&self.device, &library, &NSString::from_str("fault")).map_err(DeviceError)?
             }
         };
         Ok(self.fault.insert(pipeline))
@@ -96,6 +82,29 @@ impl MetalLibrary {
     pub fn leak_pipelines(&mut self) {
         std::mem::forget((self.compiled.take(), self.fault.take()));
     }
+}
+
+/// Compiles a file and creates its pipelines.
+fn compile_file(device: &Device, text: &str, tiles: bool) -> Result<FileKernels<Pipeline>, String> {
+    let options = MTLCompileOptions::new();
+    // With fast math, a row's result would depend on which kernel computed it, and differ from the CPU's result.
+    // `setFastMathEnabled` is deprecated, but its replacement `mathMode` needs macOS 15.
+    #[allow(deprecated)]
+    options.setFastMathEnabled(false);
+    let source = NSString::from_str(&kernels::metal_source(text, tiles));
+    let library = device.as_ref().newLibraryWithSource_options_error(&source, Some(&options));
+    let library = library.map_err(|error| format!("Apple's compiler rejects it:\n{}", message(&error)))?;
+    let names = library.functionNames();
+    Ok(names.iter().map(|name| (name.to_string(), create(device, &library, &name))).collect())
+}
+
+/// Creates the pipeline of a function.
+fn create(device: &Device, library: &ProtocolObject<dyn MTLLibrary>, name: &NSString) -> Result<Pipeline, String> {
+    let Some(function) = library.newFunctionWithName(name) else {
+        return Err("the function is missing from its library".into());
+    };
+    let pipeline = device.as_ref().newComputePipelineStateWithFunction_error(&function);
+    pipeline.map_err(|error| message(&error))
 }
 
 fn message(error: &NSError) -> String {
