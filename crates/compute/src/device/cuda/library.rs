@@ -4,6 +4,9 @@
 //! directory and begin with a hash of the compiler's inputs: source text, compiler options and driver version. A kernel
 //! file is compiled again if the hash differs or the driver refuses the cached code.
 
+#[cfg(test)]
+mod registers;
+
 use crate::device::{DeviceError, kernels};
 use cudarc::{
     driver::{result, sys},
