@@ -287,6 +287,33 @@ fn unsafe_and_target_os_stay_in_rooms() {
     assert!(wrong.is_empty(), "{wrong:#?}");
 }
 
+/// Releases are linked for glibc 2.28, where these functions are missing.
+#[test]
+fn functions_exist_in_glibc_2_28() {
+    const NEWER: [&str; 14] = [
+        "arc4random",
+        "close_range",
+        "closefrom",
+        "epoll_pwait2",
+        "execveat",
+        "getcpu",
+        "getdents64",
+        "gettid",
+        "mallinfo2",
+        "pidfd_open",
+        "process_madvise",
+        "pthread_cond_clockwait",
+        "strlcpy",
+        "tgkill",
+    ];
+    for dir in source::crates() {
+        for file in source::production_files(&dir) {
+            let used = NEWER.iter().find(|name| file.code.contains(&format!("libc::{name}(")));
+            assert!(used.is_none(), "{dir}/{}: glibc 2.28 has no {used:?}", file.path);
+        }
+    }
+}
+
 #[test]
 fn files_have_at_most_600_lines() {
     let src = files("src", &["rs", "html", "css", "js"]);
