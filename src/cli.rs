@@ -15,20 +15,25 @@ use std::path::PathBuf;
 use tool_args::{BenchArgs, DoctorArgs, InfoArgs, PackArgs, SynthArgs};
 use values::{LogFormat, LogLevel, PackMode};
 
+/// The place in the help of flags that all commands have.
+const AFTER_OWN_FLAGS: usize = 900;
+
 #[derive(Debug, Parser)]
 #[command(name = "moestro", version, about, max_term_width = 100, args_override_self = true)]
 pub struct Cli {
     /// Configuration file [default: moestro/moestro.toml in ~/.config or $XDG_CONFIG_HOME]
     #[arg(long, env = "MOESTRO_CONFIG", value_name = "FILE", global = true, hide_short_help = true)]
+    #[arg(display_order = AFTER_OWN_FLAGS)]
     pub config: Option<PathBuf>,
     /// Least severe messages to log [default: info for serve, else warn]
     #[arg(long, env = "MOESTRO_LOG_LEVEL", value_enum, global = true, ignore_case = true, hide_short_help = true)]
+    #[arg(display_order = AFTER_OWN_FLAGS)]
     pub log_level: Option<LogLevel>,
     /// Log more: the same as --log-level debug
-    #[arg(short, long, global = true, conflicts_with = "log_level")]
+    #[arg(short, long, global = true, conflicts_with = "log_level", display_order = AFTER_OWN_FLAGS)]
     pub verbose: bool,
     /// Log errors only: the same as --log-level error
-    #[arg(short, long, global = true, conflicts_with_all = ["log_level", "verbose"])]
+    #[arg(short, long, global = true, conflicts_with_all = ["log_level", "verbose"], display_order = AFTER_OWN_FLAGS)]
     pub quiet: bool,
     #[command(subcommand)]
     pub command: Command,

@@ -142,6 +142,9 @@ mod tests {
         assert!(short.contains("Examples:\n  moestro serve "), "{short}");
         assert!(long.contains("--io-threads") && !long.contains("[env:"), "{long}");
         assert!(long.trim_end().ends_with(" moestro.toml (ctx-size)."), "a line break of the source: {long}");
+        assert!(!long.contains("SWIFTLM"), "a variable of another program: {long}");
+        let pack = shown(&["moestro", "pack", "-h"]);
+        assert!(pack.find("--verify") < pack.find("--verbose"), "flags of all commands come last: {pack}");
         for heading in ["Server:", "Memory:", "Speed:", "Sampling:"] {
             assert!(short.contains(heading), "{heading} in {short}");
         }

@@ -57,8 +57,8 @@ pub struct LoadArgs {
     #[arg(long, env = "MOESTRO_GPU_AWAKE", value_enum, default_value_t)]
     #[arg(help_heading = "Speed", hide_short_help = true)]
     pub gpu_awake: Switch,
-    /// Use fewer experts per token than the model was trained with: faster, but a worse model. Without this flag, the
-    /// environment variable SWIFTLM_TOP_K applies; a value above the model's own number has no effect
+    /// Use fewer experts per token than the model was trained with: faster, but a worse model; a value
+    /// above the model's own number has no effect [default: as the model was trained]
     #[arg(long, env = "MOESTRO_EXPERTS_PER_TOKEN", value_name = "N", value_parser = values::count, help_heading = "Speed", hide_short_help = true)]
     pub experts_per_token: Option<usize>,
     /// Prompt tokens per forward pass [default: as many as fit]

@@ -2,7 +2,7 @@
 
 use super::{
     markdown::MarkdownView,
-    text::{PrintableStream, print_note, print_to_stderr},
+    text::{PrintableStream, print_to_stderr, width, wrapped},
     word_wrap::WordWrap,
 };
 use crate::error::CommandError;
@@ -11,7 +11,6 @@ use std::{
     env,
     io::{self, IsTerminal, Write},
     mem,
-    os::fd::AsFd,
 };
 
 /// Number of tokens of a prompt from which progress is shown. Shorter prompts are evaluated too fast for that.
@@ -60,13 +59,11 @@ fn has_colours(stream: &impl IsTerminal) -> bool {
     stream.is_terminal() && !is_set("NO_COLOR") && env::var_os("TERM").is_none_or(|term| term != "dumb")
 }
 
-/// Columns of the terminal, or 0.
-fn width(stream: &impl AsFd) -> usize {
-    terminal_size::terminal_size_of(stream).map_or(0, |(width, _)| width.0.into())
-}
-
 pub fn print_dimmed(text: &str) {
-    if has_colours(&io::stderr()) { print_note(format_args!("\x1b[2m{text}\x1b[0m")) } else { print_note(text) }
+    let stderr = io::stderr();
+    let text = wrapped(text, &stderr);
+    let (begin, end) = if has_colours(&stderr) { ("\x1b[2m", "\x1b[0m") } else { ("", "") };
+    print_to_stderr(format_args!("{begin}{text}{end}\n"));
 }
 
 /// Prints an answer while it streams. Content goes to stdout, and reasoning to stderr, dimmed on a terminal. If only
@@ -155,7 +152,7 @@ impl AnswerPrinter {
 
     fn end_reasoning(&mut self) {
         if let Some(mut lines) = self.reasoning_lines.take() {
-            print_note(format_args!("{}{}", lines.finish(), if self.dims { "\x1b[0m\n" } else { "" }));
+            print_to_stderr(format_args!("{}{}\n", lines.finish(), if self.dims { "\x1b[0m\n" } else { "" }));
         }
     }
 }

@@ -6,7 +6,7 @@ use super::{
     chat_input::{LineEditor, LineEvent},
     chat_settings::{self, AnswerOptions, ChatSettings},
     conversation_file, generate, local_models, progress, pull,
-    text::{print_line, print_note, printable},
+    text::{print_line, print_note, printable, wrapped},
 };
 use crate::{
     cli::model_args::RemoteArgs,
@@ -18,6 +18,7 @@ use moestro_base::platform::DeferredSignals;
 use serde_json::{Value, json};
 use std::{
     future::pending,
+    io,
     path::{Path, PathBuf},
     process::exit,
     thread,
@@ -102,7 +103,7 @@ struct ChatSession {
 impl ChatSession {
     fn run(&mut self) -> Result<(), CommandError> {
         if let Some(model) = &self.model {
-            print_line(printable(&model.describe()));
+            print_to_user(&model.describe());
         }
         print_line("/help shows the commands");
         let mut input = LineEditor::new(completions())?;
@@ -125,11 +126,11 @@ impl ChatSession {
             twice = false;
             match command(&text) {
                 _ if text.trim().is_empty() => {}
-                Some(("bye" | "exit" | "quit", _)) => return Ok(()),
+                Some(("bye" | "exit" | "quit", "")) => return Ok(()),
                 Some((name, rest)) => match self.execute(name, rest) {
                     Ok(line) if line.is_empty() => {}
-                    Ok(line) => print_line(printable(&line)),
-                    Err(CommandError::Usage(why)) => print_line(printable(&why)),
+                    Ok(line) => print_to_user(&line),
+                    Err(CommandError::Usage(why)) => print_to_user(&why),
                     Err(error) => return Err(error),
                 },
                 None => {
@@ -199,6 +200,7 @@ impl ChatSession {
                 let model = self.model.as_ref().map_or(String::new(), ChatClient::describe);
                 Ok(format!("{model}\n{} messages\n{}", self.messages.len(), self.settings))
             }
+            "bye" | "exit" | "quit" => usage(&format!("/{name} alone ends the chat")),
             _ => usage(&format!("no command /{name}; /help lists the commands")),
         }
     }
@@ -323,6 +325,11 @@ fn with_ctrl_c<T>(work: impl FnOnce() -> T) -> T {
         drop(running);
         outcome
     })
+}
+
+/// Prints a line of the chat itself.
+fn print_to_user(line: &str) {
+    print_line(wrapped(&printable(line), &io::stdout()));
 }
 
 #[cfg(test)]

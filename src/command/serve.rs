@@ -7,6 +7,7 @@ use super::{
     local_models,
     model_catalog::ModelCatalog,
     pull,
+    text::wrapped,
 };
 use crate::{
     config::{ModelSource, ServeConfig, config_file::Settings},
@@ -216,7 +217,9 @@ fn ready_line(model: &str, address: SocketAddr, plan: &Value) -> String {
         return json!({"event": "ready", "port": port, "model": model, "device": device, "plan": plan}).to_string();
     }
     let plan = describe_plan(plan);
-    format!("{model} answers {plan}: http://{address}/v1, with a page at http://{address}/ (Ctrl-C ends it)")
+    let line =
+        format!("{model} answers {plan}: http://{address}/v1, with a page at http://{address}/ (Ctrl-C ends it)");
+    wrapped(&line, &io::stdout())
 }
 
 /// The listening sockets that the service manager passed on. There can be several sockets, because a host name can have

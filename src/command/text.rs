@@ -3,11 +3,13 @@
 //! The program prints with these functions. `println!` and `eprintln!` panic if the other end of a pipe is closed or a disk
 //! is full, so the crate denies them.
 
+use super::word_wrap::WordWrap;
 use serde::Serialize;
 use std::{
     borrow::Cow,
     fmt::Display,
     io::{self, Write},
+    os::fd::AsFd,
     path::Path,
 };
 
@@ -33,9 +35,22 @@ pub fn print_to_stderr(text: impl Display) {
     let _ = write!(io::stderr().lock(), "{text}");
 }
 
-/// Prints a line for the user to stderr. A closed stderr is not an error.
+/// Prints a line for the user to stderr. A terminal gets no broken words. A closed stderr is not an error.
 pub fn print_note(line: impl Display) {
-    print_to_stderr(format_args!("{line}\n"));
+    print_to_stderr(format_args!("{}\n", wrapped(&line.to_string(), &io::stderr())));
+}
+
+/// Breaks lines between words at the edge of a terminal. Text for another stream stays as it is.
+pub fn wrapped(text: &str, stream: &impl AsFd) -> String {
+    let mut wrap = WordWrap::default();
+    wrap.width = width(stream);
+    wrap.push(text);
+    wrap.finish()
+}
+
+/// Columns of the terminal, or 0.
+pub fn width(stream: &impl AsFd) -> usize {
+    terminal_size::terminal_size_of(stream).map_or(0, |(width, _)| width.0.into())
 }
 
 /// Replaces control characters except line feed and tab, so that text from other programs cannot control the terminal.
@@ -68,10 +83,11 @@ impl PrintableStream {
     }
 }
 
-/// Aligns the columns of a table with a header. Columns are separated by two spaces. The last column is not padded.
+/// Aligns the columns of a table with a header. Columns are separated by two spaces. The last column is not padded. A line
+/// feed or tab in a cell is replaced, so that a name cannot forge a row.
 pub fn table<const N: usize>(header: [&str; N], rows: &[[String; N]]) -> String {
     let all: Vec<[Cow<'_, str>; N]> = std::iter::once(header.map(Cow::from))
-        .chain(rows.iter().map(|row| row.each_ref().map(|cell| printable(cell))))
+        .chain(rows.iter().map(|row| row.each_ref().map(|cell| printable_cell(cell))))
         .collect();
     let width = |column: usize| all.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
     let widths: [usize; N] = std::array::from_fn(width);
@@ -82,6 +98,11 @@ pub fn table<const N: usize>(header: [&str; N], rows: &[[String; N]]) -> String 
         text.push('\n');
     }
     text
+}
+
+fn printable_cell(text: &str) -> Cow<'_, str> {
+    let text = printable(text);
+    if text.contains(['\n', '\t']) { text.replace(['\n', '\t'], "\u{fffd}").into() } else { text }
 }
 
 /// The path of a directory, with `~` for the home directory.
@@ -99,8 +120,8 @@ mod tests {
 
     #[test]
     fn table_aligns_columns_under_headers() {
-        let rows = [["a".into(), "1.0 GiB".into()], ["longer\x1b".into(), "2".into()]];
-        assert_eq!(table(["NAME", "SIZE"], &rows), "NAME     SIZE\na        1.0 GiB\nlonger\u{fffd}  2\n");
+        let rows = [["a".into(), "1.0 GiB".into()], ["long\nr\x1b".into(), "2".into()]];
+        assert_eq!(table(["NAME", "SIZE"], &rows), "NAME     SIZE\na        1.0 GiB\nlong\u{fffd}r\u{fffd}  2\n");
     }
 
     #[test]

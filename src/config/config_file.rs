@@ -16,14 +16,15 @@
 use super::foreign_flags::explain;
 use crate::cli::{Cli, Command, help, model_args::ModelArgs, values::MODEL_OPTION};
 use clap::{
-    Arg, ArgMatches, FromArgMatches,
+    Arg, ArgAction, ArgMatches, FromArgMatches,
+    builder::{BoolishValueParser, TypedValueParser},
     error::{ContextKind, ContextValue},
     parser::ValueSource,
 };
 use std::{
     collections::BTreeMap,
     env,
-    ffi::OsString,
+    ffi::{OsStr, OsString},
     fs, io,
     path::{Path, PathBuf},
     sync::Arc,
@@ -251,11 +252,13 @@ impl ConfigFile {
             let flag = arg.get_long()?;
             let raw = matches.try_get_raw(id).ok().flatten();
             let value = raw.and_then(|mut values| values.next()).map(|value| value.to_string_lossy().into_owned());
+            let is_on = matches.try_get_one::<bool>(id).ok().flatten().filter(|_| !arg.get_action().takes_values());
+            let value = is_on.map_or(value, |is_on| Some(is_on.to_string()));
             let value = if arg.is_hide_env_values_set() { value.map(|_| "(hidden)".into()) } else { value };
             let from = match given.value_source(id) {
                 Some(ValueSource::CommandLine) => "command line".into(),
                 Some(ValueSource::EnvVariable) => arg.get_env().unwrap_or_default().to_string_lossy().into_owned(),
-                _ => self.setting(model, flag).map_or("default".into(), |(_, table)| table),
+                _ => self.setting(model, flag).map_or_else(|| default_of(arg, value.is_some()), |(_, table)| table),
             };
             Some(SettingRow { flag: flag.into(), value, from })
         });
@@ -265,6 +268,15 @@ impl ConfigFile {
     /// Directory or hub id of a model that the file lists.
     fn path_of(&self, model: &str) -> Option<String> {
         self.models.get(model)?.get(PATH).cloned()
+    }
+}
+
+/// "default", with what the help says about a flag that has no value by default.
+fn default_of(arg: &Arg, has_value: bool) -> String {
+    let help = arg.get_help().filter(|_| !has_value).map(ToString::to_string).unwrap_or_default();
+    match help.split_once("[default: ").and_then(|(_, rest)| rest.split_once(']')) {
+        Some((default, _)) => format!("default: {default}"),
+        None => "default".into(),
     }
 }
 
@@ -379,19 +391,29 @@ fn default_path() -> Option<PathBuf> {
 /// Converts a setting of the file to a flag and the text of its value.
 fn setting(name: String, value: toml::Value, of_model: bool) -> Result<(String, String), String> {
     let known = names();
-    if !(known.contains(&name) || of_model && name == PATH) {
-        let near = super::nearest(&name, known.iter().map(AsRef::as_ref));
+    if !(known.contains_key(&name) || of_model && name == PATH) {
+        let near = super::nearest(&name, known.keys().map(AsRef::as_ref));
         let hint = super::suggestion(near, "; `moestro config` prints all settings");
         return Err(format!("{name:?} is not a setting{hint}"));
     }
-    let value = match value {
+    let text = match value {
         toml::Value::String(text) => text,
         toml::Value::Integer(number) => number.to_string(),
         toml::Value::Float(number) => number.to_string(),
         toml::Value::Boolean(on) => on.to_string(),
         _ => return Err(format!("{name} must be a string, a number, true or false")),
     };
-    Ok((name, value))
+    if known.get(&name).is_none_or(ArgAction::takes_values) {
+        return Ok((name, text));
+    }
+    let is_on = switch(&text).ok_or_else(|| format!("{name} must be true or false, not {text:?}"))?;
+    Ok((name, is_on.to_string()))
+}
+
+/// The words of an environment variable for a flag without a value.
+fn switch(text: &str) -> Option<bool> {
+    let parser = BoolishValueParser::new();
+    parser.parse_ref(&clap::Command::default(), None, OsStr::new(text)).ok()
 }
 
 /// The flags of a subcommand that can be set in the file: those with an environment variable, except `--config`.
@@ -400,15 +422,13 @@ fn settings_of<'a>(whole: &'a clap::Command, subcommand: &str) -> impl Iterator<
     own.chain(whole.get_arguments()).filter(|arg| arg.get_env().is_some() && arg.get_long() != Some("config"))
 }
 
-/// All names that the file may have: the settings of all subcommands, and the model.
-fn names() -> Vec<String> {
+/// All names that the file may have, with the kinds of their flags: the settings of all subcommands, and the model.
+fn names() -> BTreeMap<String, ArgAction> {
     let whole = help::command();
     let commands = whole.get_subcommands().map(clap::Command::get_name);
-    let flags = commands.flat_map(|name| settings_of(&whole, name)).filter_map(Arg::get_long);
-    let mut names: Vec<String> = flags.map(String::from).chain([MODEL.into()]).collect();
-    names.sort();
-    names.dedup();
-    names
+    let flags = commands.flat_map(|name| settings_of(&whole, name));
+    let flags = flags.filter_map(|arg| Some((arg.get_long()?.to_owned(), arg.get_action().clone())));
+    flags.chain([(MODEL.to_owned(), ArgAction::Set)]).collect()
 }
 
 #[cfg(test)]
@@ -524,6 +544,29 @@ mod tests {
     }
 
     #[test]
+    fn switches_take_words_of_variables() {
+        if ran_without_settings(switches_take_words_of_variables) {
+            return;
+        }
+        for (value, is_on) in [
+            ("true", true),
+            ("\"true\"", true),
+            ("\"on\"", true),
+            ("\"YES\"", true),
+            ("1", true),
+            ("false", false),
+            ("\"off\"", false),
+            ("0", false),
+        ] {
+            assert_eq!(serve(&format!("no-vision = {value}"), "serve").load.no_vision, is_on, "{value}");
+        }
+        for value in ["\"nope\"", "\"\"", "2", "0.5"] {
+            let text = parsed(&format!("temp = 0\nno-vision = {value}"), "serve").unwrap_err();
+            assert!(text.contains("line 2: no-vision must be true or false"), "{text}");
+        }
+    }
+
+    #[test]
     fn pipe_as_file_is_refused() {
         if ran_without_settings(pipe_as_file_is_refused) {
             return;
@@ -545,6 +588,7 @@ mod tests {
         assert_eq!((row("temp").value.as_deref(), row("temp").from.as_str()), (Some("0.1"), "command line"));
         assert!(row("port").value.as_deref() == Some("6000") && row("port").from.ends_with(".toml"));
         assert_eq!((row("max-queue").value.as_deref(), row("max-queue").from.as_str()), (Some("512"), "default"));
+        assert_eq!(row("threads").from, "default: the physical cores");
         assert_eq!(row("api-key").value.as_deref(), Some("(hidden)"));
     }
 }

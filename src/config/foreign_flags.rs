@@ -54,7 +54,7 @@ const NOT_LLAMA: &str =
 /// The flags, by their names on the command line.
 const FLAGS: &[(&[&str], Treatment)] = &[
     // llama-server and llama-cli.
-    (&["-hf", "-hfr", "--hf-repo"], Becomes(&["--model"])),
+    (&["-hf", "-hfr", "--hf-repo", "--model-path"], Becomes(&["--model"])),
     (&["-md", "--model-draft", "--spec-draft-model"], Becomes(&["--draft-model"])),
     (&["-hfd", "-hfrd", "--hf-repo-draft", "--spec-draft-hf"], Becomes(&["--draft-model"])),
     (&["-hff", "--hf-file", "-mu", "--model-url", "-dr", "--docker-repo"], Refused(NOT_LLAMA)),
@@ -208,7 +208,7 @@ impl Translation {
             }
             let text = arg.to_string_lossy();
             let (flag, value) = text.split_once('=').map_or((&*text, None), |(flag, value)| (flag, Some(value)));
-            let found = FLAGS.iter().find(|(names, _)| names.contains(&flag)).filter(|_| !has_flag(own, flag));
+            let found = FLAGS.iter().find(|(names, _)| is_named(names, flag)).filter(|_| !has_flag(own, flag));
             match found.map(|(_, treatment)| *treatment) {
                 None => self.args.push(arg),
                 Some(Refused(sentence)) => return Err(format!("{flag} is not supported: {sentence}")),
@@ -239,6 +239,12 @@ impl Translation {
         }
         Ok(())
     }
+}
+
+/// True if a flag has one of these names. `--ngl` is `-ngl`, but `--s` is not `-s`.
+fn is_named(names: &[&str], flag: &str) -> bool {
+    let with_one_dash = flag.strip_prefix('-').filter(|rest| rest.starts_with('-') && rest.len() > 2);
+    names.contains(&flag) || with_one_dash.is_some_and(|rest| names.contains(&rest))
 }
 
 /// True for the name or an alias of a command.
@@ -323,6 +329,8 @@ mod tests {
             ("moestro serve x -fa on --jinja --no-mmap", "moestro serve x"),
             ("moestro serve x -fa --port 1", "moestro serve x --port 1"),
             ("moestro serve x --gpu-layers=20", "moestro serve x"),
+            ("moestro serve x --ngl 99 --fa on", "moestro serve x"),
+            ("moestro serve --model-path x", "moestro serve --model x"),
             ("moestro serve x --vision --mtp", "moestro serve x --draft-model mtp"),
             ("moestro serve x -md=y", "moestro serve x --draft-model y"),
             ("moestro serve x -tb 8 --metrics --port 1", "moestro serve x --port 1"),

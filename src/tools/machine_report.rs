@@ -132,7 +132,12 @@ impl fmt::Display for MachineReport {
             writeln!(f, "  {prompt:>9.1} {decode:>9.1} {hits:>6.1} {stall:>7.1} {:>6.1}  {}", run.cores, run.what)?;
         }
         if let Some(Overhead { layer, token }) = device.overhead {
-            writeln!(f, "\nbesides its bytes, a layer takes {:.0} us and a token {:.2} ms", layer * 1e6, token * 1e3)?;
+            writeln!(
+                f,
+                "\noverhead beyond reading weights: {:.0} us per layer, {:.2} ms per token",
+                layer * 1e6,
+                token * 1e3
+            )?;
         }
         Ok(())
     }

@@ -300,6 +300,17 @@ fn chat_commands_work() {
 }
 
 #[test]
+fn narrow_terminal_breaks_no_words() {
+    let home = tempfile::tempdir().unwrap();
+    let mut chat = Terminal::begin_in(home.path(), "stty rows 24 cols 40", "", CHAT);
+    let shown = chat.wait(">>> ");
+    let notes = &shown[shown.find("moestro-demo is").unwrap()..shown.find("/help").unwrap()];
+    assert!(notes.lines().all(|line| line.chars().count() <= 40), "{notes}");
+    chat.say("/bye now", "/bye alone ends the chat");
+    chat.end(CTRL_D);
+}
+
+#[test]
 fn failed_retry_keeps_the_old_answer() {
     let home = tempfile::tempdir().unwrap();
     let mut chat = Terminal::begin(home.path(), &format!("{CHAT} --ctx-size 128"));
