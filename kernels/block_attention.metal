@@ -22,6 +22,7 @@ struct BlockArgs {
   float eps, scale;            // of the indexer's norms, and of scores
   uint width, attention_heads, kv_heads, head_dim;
   float attention_scale;
+  uint table_pages;            // see row_table
 };
 
 // The row of a block's key. The key is in the page of the block's last position.
@@ -40,21 +41,28 @@ FN float sum_lanes(THREAD const float* l) {
 // Head h of a row is a query. The row after the queries is the raw key, which is stored in the ring. If the raw key is
 // the last of its block, the key of the block is computed as well. `rope` [tokens, rope_dim / 2, 2] holds cosines and
 // sines. A row of the ring has the raw key, then the cosines and sines of its position. The ring's rows of earlier
-// calls are read, and no row of this call overwrites them. Grid (heads + 1, tokens), 32 threads.
+// calls are read, and no row of this call overwrites them. A row of a sequence of its own is the first of this call.
+// Grid (heads + 1, tokens), 32 threads.
 KERNEL(index_rows, ARGS(BlockArgs, a), IN(float, index, 1), IN(float, q_norm, 2), IN(float, k_norm, 3),
-       IN(float, rope, 4), IN(uint, table, 5), OUT(float, queries, 6), OUT(float, keys, 7), OUT(float, recent, 8)) {
+       IN(float, rope, 4), IN(uint, tables, 5), OUT(float, queries, 6), OUT(float, keys, 7), OUT(float, rings, 8),
+       IN(SequenceRow, rows, 9)) {
   SHARED(float, x, MAX_DIM);
   SHARED(float, part, 16);
   AWAIT();
-  const uint head = tgid.x, token = tgid.y, position = a.start + token, half_dim = a.rope_dim / 2;
+  const uint head = tgid.x, token = tgid.y, position = row_position(a, rows, token), half_dim = a.rope_dim / 2;
   const uint width = (a.heads + 1) * a.dim, ring_width = a.dim + a.rope_dim;
   const bool is_query = head < a.heads;
   DEVICE const float* row = index + ulong(token) * width + head * a.dim;
   DEVICE const float* rotation = rope + ulong(token) * a.rope_dim;
   DEVICE float* to = queries + (ulong(token) * a.heads + head) * a.dim;
+  // The first position of this call in the row's sequence, and its row.
+  const uint start = a.table_pages != 0 ? position : a.start, row_of_start = token - (position - start);
   if (is_query) {
     for (uint i = lane; i < a.dim; i += 32) x[i] = row[i];
   } else {
+    DEVICE const uint* table = row_table(a, rows, tables, token);
+    DEVICE float* recent = rings;
+    if (a.table_pages != 0) recent += ulong(rows[token].sequence) * a.ring_len * ring_width;
     DEVICE float* slot = recent + ulong(position % a.ring_len) * ring_width;
     for (uint i = lane; i < a.dim; i += 32) slot[i] = row[i];
     for (uint i = lane; i < a.rope_dim; i += 32) slot[a.dim + i] = rotation[i];
@@ -63,13 +71,13 @@ KERNEL(index_rows, ARGS(BlockArgs, a), IN(float, index, 1), IN(float, q_norm, 2)
     for (uint i = lane; i < a.dim; i += 32) {
       float sum = 0;
       for (uint p = first; p <= position; p++)
-        sum += p < a.start ? recent[ulong(p % a.ring_len) * ring_width + i]
-                           : index[ulong(p - a.start) * width + a.heads * a.dim + i];
+        sum += p < start ? recent[ulong(p % a.ring_len) * ring_width + i]
+                         : index[ulong(row_of_start + p - start) * width + a.heads * a.dim + i];
       x[i] = sum / float(a.ratio);
     }
     // The key of a block gets the rotation of the block's first position.
-    if (first < a.start) rotation = recent + ulong(first % a.ring_len) * ring_width + a.dim;
-    else rotation = rope + ulong(first - a.start) * a.rope_dim;
+    if (first < start) rotation = recent + ulong(first % a.ring_len) * ring_width + a.dim;
+    else rotation = rope + ulong(row_of_start + first - start) * a.rope_dim;
     to = keys + key_row(table, a.ratio, position / a.ratio) * a.dim;
   }
   BARRIER();
@@ -96,14 +104,14 @@ KERNEL(index_rows, ARGS(BlockArgs, a), IN(float, index, 1), IN(float, q_norm, 2)
 
 // scores [tokens, stride]: the sum over heads of relu(q . key) * scale. Rows that attend to all closed blocks need no
 // scores and get zeros. Grid (ceil(stride / 128), tokens), 128 threads, one for each block.
-KERNEL(index_scores, ARGS(BlockArgs, a), IN(float, queries, 1), IN(float, keys, 2), IN(uint, table, 3),
-       OUT(float, scores, 4)) {
+KERNEL(index_scores, ARGS(BlockArgs, a), IN(float, queries, 1), IN(float, keys, 2), IN(uint, tables, 3),
+       OUT(float, scores, 4), IN(SequenceRow, rows, 5)) {
   AWAIT();
-  const uint block = tgid.x * 128 + tid, token = tgid.y, closed = (a.start + token + 1) / a.ratio;
+  const uint block = tgid.x * 128 + tid, token = tgid.y, closed = (row_position(a, rows, token) + 1) / a.ratio;
   if (block >= a.stride) return;
   float sum = 0;
   if (block < closed && closed > a.blocks) {
-    DEVICE const float* key = keys + key_row(table, a.ratio, block) * a.dim;
+    DEVICE const float* key = keys + key_row(row_table(a, rows, tables, token), a.ratio, block) * a.dim;
     for (uint head = 0; head < a.heads; head++) {
       DEVICE const float* q = queries + (ulong(token) * a.heads + head) * a.dim;
       float lanes[16] = {};
@@ -129,12 +137,12 @@ KERNEL(index_scores, ARGS(BlockArgs, a), IN(float, queries, 1), IN(float, keys, 
 // The lowest selected score is found four bits at a time. For each value of the four bits, the threads count the scores
 // that have this value and the higher bits found so far. A thread counts in its own column, so it needs no atomic
 // operation.
-KERNEL(index_select, ARGS(BlockArgs, a), IN(uint, scores, 1), OUT(uint, selected, 2)) {
+KERNEL(index_select, ARGS(BlockArgs, a), IN(uint, scores, 1), OUT(uint, selected, 2), IN(SequenceRow, rows, 3)) {
   SHARED(uint, counts, 16 * 256);
   SHARED(uint, parts, 256);
   SHARED(uint, totals, 16);
   AWAIT();
-  const uint token = tgid.x, closed = (a.start + token + 1) / a.ratio;
+  const uint token = tgid.x, closed = (row_position(a, rows, token) + 1) / a.ratio;
   DEVICE const uint* score = scores + ulong(token) * a.stride;
   DEVICE uint* out = selected + ulong(token) * a.blocks;
   if (closed <= a.blocks) {
@@ -185,9 +193,11 @@ KERNEL(index_select, ARGS(BlockArgs, a), IN(uint, scores, 1), OUT(uint, selected
 // selection. Grid (heads, tokens), 256 threads.
 template <class T>
 FN void attend_blocks(CONSTANT BlockArgs& a, DEVICE const float* q, DEVICE const T* keys, DEVICE const T* values,
-                      DEVICE const uint* table, DEVICE const uint* selected, DEVICE const float* proj, DEVICE float* y,
-                      THREADGROUP float* sums, THREADGROUP float* shares THREAD_IDS_PARAM) {
-  const uint head = tgid.x, token = tgid.y, position = a.start + token, closed = (position + 1) / a.ratio;
+                      DEVICE const uint* tables, DEVICE const uint* selected, DEVICE const float* proj, DEVICE float* y,
+                      DEVICE const SequenceRow* rows, THREADGROUP float* sums,
+                      THREADGROUP float* shares THREAD_IDS_PARAM) {
+  const uint head = tgid.x, token = tgid.y, position = row_position(a, rows, token), closed = (position + 1) / a.ratio;
+  DEVICE const uint* table = row_table(a, rows, tables, token);
   const uint dim = a.head_dim, kv = head / (a.attention_heads / a.kv_heads), pitch = cache_pitch(keys, dim);
   const uint in_blocks = min(closed, a.blocks) * a.ratio, count = in_blocks + position + 1 - closed * a.ratio;
   const ulong row = (ulong(token) * a.attention_heads + head) * dim;
@@ -254,11 +264,11 @@ FN void attend_blocks(CONSTANT BlockArgs& a, DEVICE const float* q, DEVICE const
 
 #define ATTEND_BLOCKS(suffix, T)                                                                                       \
   KERNEL(block_attention##suffix, ARGS(BlockArgs, a), IN(float, q, 1), IN(T, keys, 2), IN(T, values, 3),               \
-         IN(uint, table, 4), IN(uint, selected, 5), IN(float, proj, 6), OUT(float, y, 7)) {                            \
+         IN(uint, tables, 4), IN(uint, selected, 5), IN(float, proj, 6), OUT(float, y, 7), IN(SequenceRow, rows, 8)) { \
     SHARED(float, sums, SIMDS * MAX_DIM);                                                                              \
     SHARED(float, shares, 2 * SIMDS);                                                                                  \
     AWAIT();                                                                                                           \
-    attend_blocks<T>(a, q, keys, values, table, selected, proj, y, sums, shares THREAD_IDS);                           \
+    attend_blocks<T>(a, q, keys, values, tables, selected, proj, y, rows, sums, shares THREAD_IDS);                    \
   }
 
 ATTEND_BLOCKS(, float)

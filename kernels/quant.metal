@@ -346,6 +346,17 @@ enum { PAGE = 256 };
 // one buffer, in the order of the sequence numbers.
 struct SequenceRow { uint sequence, position; };
 
+// The position of a row, and the page table of its sequence. `table_pages` of the arguments is the number of pages in
+// the table of each sequence if each row has a sequence of its own, else 0.
+template <class Args>
+FN uint row_position(CONSTANT Args& a, DEVICE const SequenceRow* rows, uint row) {
+  return a.table_pages != 0 ? rows[row].position : a.start + row;
+}
+template <class Args>
+FN DEVICE const uint* row_table(CONSTANT Args& a, DEVICE const SequenceRow* rows, DEVICE const uint* table, uint row) {
+  return a.table_pages != 0 ? table + ulong(rows[row].sequence) * a.table_pages : table;
+}
+
 // The number of the row of a position in the cache.
 FN ulong page_row(DEVICE const uint* table, uint kv_heads, uint head, uint position) {
   return (ulong(table[position / PAGE]) * kv_heads + head) * PAGE + position % PAGE;
@@ -382,14 +393,5 @@ struct AttentionArgs {
   float eps, scale;
   uint ring_len;              // 8 and 4 bits: positions in the ring of recent keys and values
   uint min_split;             // fewest positions in a split
-  uint table_pages;           // if each row has a sequence of its own: pages in the table of each; else 0
+  uint table_pages;           // see row_table
 };
-
-// The position of a row, and the page table of its sequence.
-FN uint row_position(CONSTANT AttentionArgs& a, DEVICE const SequenceRow* rows, uint row) {
-  return a.table_pages != 0 ? rows[row].position : a.start + row;
-}
-FN DEVICE const uint* row_table(CONSTANT AttentionArgs& a, DEVICE const SequenceRow* rows, DEVICE const uint* table,
-                                uint row) {
-  return a.table_pages != 0 ? table + ulong(rows[row].sequence) * a.table_pages : table;
-}

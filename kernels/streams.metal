@@ -53,7 +53,16 @@ struct NgramArgs {
   uint conv_width, dilation;        // weights of the convolution per channel, and tokens between two of them
   uint ring_len;
   float eps;
+  uint per_sequence;                // whether each row has a sequence of its own
 };
+
+// The position of a row, and the ring of its sequence.
+FN uint row_position(CONSTANT NgramArgs& a, DEVICE const SequenceRow* rows, uint row) {
+  return a.per_sequence != 0 ? rows[row].position : a.start + row;
+}
+FN ulong ring_start(CONSTANT NgramArgs& a, DEVICE const SequenceRow* rows, uint row) {
+  return a.per_sequence != 0 ? ulong(rows[row].sequence) * a.ring_len * a.streams * a.hidden : 0;
+}
 
 // The sum of x over 128 threads.
 FN float sum_of_group(float x, THREADGROUP float* part THREAD_IDS_PARAM) {
@@ -68,10 +77,11 @@ FN float sum_of_group(float x, THREADGROUP float* part THREAD_IDS_PARAM) {
 // gate = sigmoid(signed root of rms(key) . rms(stream) / sqrt(hidden)), and the row of the history, rms(gate * value) *
 // norm. Grid (streams, tokens), 128 threads.
 KERNEL(ngram_gate, ARGS(NgramArgs, a), IN(float, proj, 1), IN(float, streams, 2), IN(float, key_norm, 3),
-       IN(float, query_norm, 4), IN(float, conv_norm, 5), OUT(float, gates, 6), OUT(float, history, 7)) {
+       IN(float, query_norm, 4), IN(float, conv_norm, 5), OUT(float, gates, 6), OUT(float, histories, 7),
+       IN(SequenceRow, rows, 8)) {
   SHARED(float, part, 4);
   AWAIT();
-  const uint width = a.streams * a.hidden, first = tgid.x * a.hidden, position = a.start + tgid.y;
+  const uint width = a.streams * a.hidden, first = tgid.x * a.hidden, position = row_position(a, rows, tgid.y);
   DEVICE const float* row = proj + ulong(tgid.y) * (width + a.hidden);
   DEVICE const float* query = streams + ulong(tgid.y) * width + first;
   DEVICE const float *key = row + first, *value = row + width;
@@ -89,7 +99,7 @@ KERNEL(ngram_gate, ARGS(NgramArgs, a), IN(float, proj, 1), IN(float, streams, 2)
   float squares = 0;
   for (uint i = tid; i < a.hidden; i += 128) squares = fma(gate * value[i], gate * value[i], squares);
   const float scale = 1.0f / sqrt(sum_of_group(squares, part THREAD_IDS) / size + a.eps);
-  DEVICE float* to = history + ulong(position % a.ring_len) * width + first;
+  DEVICE float* to = histories + ring_start(a, rows, tgid.y) + ulong(position % a.ring_len) * width + first;
   for (uint i = tid; i < a.hidden; i += 128) to[i] = gate * value[i] * scale * conv_norm[first + i];
   if (tid == 0) gates[tgid.y * a.streams + tgid.x] = gate;
 }
@@ -97,11 +107,13 @@ KERNEL(ngram_gate, ARGS(NgramArgs, a), IN(float, proj, 1), IN(float, streams, 2)
 // stream += gate * value + silu(convolution of the history). Positions before the start count as 0. Grid (ceil(hidden /
 // 128), streams, tokens), 128 threads.
 KERNEL(ngram_add, ARGS(NgramArgs, a), IN(float, proj, 1), IN(float, gates, 2), IN(float, conv, 3),
-       IN(float, history, 4), OUT(float, streams, 5)) {
+       IN(float, histories, 4), OUT(float, streams, 5), IN(SequenceRow, rows, 6)) {
   AWAIT();
   const uint i = tgid.x * 128 + tid;
   if (i >= a.hidden) return;
-  const uint width = a.streams * a.hidden, c = tgid.y * a.hidden + i, position = a.start + tgid.z;
+  const uint width = a.streams * a.hidden, c = tgid.y * a.hidden + i;
+  const uint position = row_position(a, rows, tgid.z);
+  DEVICE const float* history = histories + ring_start(a, rows, tgid.z);
   float sum = 0;
   for (uint tap = 0; tap < a.conv_width; tap++) {
     const uint back = (a.conv_width - 1 - tap) * a.dilation;

@@ -5,6 +5,7 @@ pub mod fixtures;
 pub mod fp8_checkpoint;
 pub mod qwen4_exp;
 pub mod qwen4_images;
+pub mod sequence_mix;
 
 use moestro::tools::synth::{self, Dimensions, SynthOptions};
 use moestro_base::metrics::Metrics;

@@ -7,6 +7,7 @@ use crate::{
         argmax, decode, forward_with_snapshots, fp8_checkpoint, load_with, prefill,
         qwen4_exp::{cases, check, dir},
         qwen4_images,
+        sequence_mix::{mix, mixes},
     },
     forward::options,
     gpu::HostGpu,
@@ -17,6 +18,7 @@ use moestro_model::{
     model::{
         CheckpointInfo, HiddenRows, HiddenStates, HiddenTaps, LoadOptions, Model, MtpSource, Qwen, Rows, SequenceState,
     },
+    plan::Parallel,
 };
 use std::path::Path;
 
@@ -155,5 +157,27 @@ fn mtp_head_matches_transformers() {
             let id = argmax(&predicted.logits);
             predicted = model.mtp(tokens + step, &[id], HiddenRows::OfHead(&predicted.hidden)).unwrap();
         }
+    }
+}
+
+fn together(slots: Option<usize>, sharing: usize) -> Qwen {
+    let mut options = LoadOptions { gpu: Some(u64::MAX), verify: true, ..options(false) };
+    options.store.slots = slots;
+    options.plan.parallel = Parallel::Count(sharing);
+    placed(&dir(), options, HostGpu::new(Host::fast()))
+}
+
+/// One launch computes rows of several sequences: selection of blocks, rows of n-gram tables and residual streams.
+#[test]
+fn sequences_together_match_each_alone() {
+    mix(&mut together(None, 12), 3, 320);
+}
+
+#[test]
+#[ignore = "exhaustive: many mixes"]
+fn random_mixes_match_each_alone() {
+    for (slots, sharing) in [(None, 12), (Some(60), 12), (None, 4)] {
+        let mut model = together(slots, sharing);
+        (10..10 + mixes(5)).for_each(|seed| mix(&mut model, seed, 320));
     }
 }

@@ -44,7 +44,7 @@ pub use attention::{
     Attention, AttentionRows, AttentionShape, KvBits, KvCache, KvFormat, KvWrite, QkNormRope, RecentRing,
 };
 pub use backend::{Backend, BackendLimits, ReservedBuffer};
-pub use block_attention::{BlockAttention, IndexCache, IndexerShape};
+pub use block_attention::{BlockAttention, BlockAttentionRows, IndexCache, IndexerShape};
 pub use conv::Conv;
 pub use cpu::Cpu;
 pub use delta::{Decay, DeltaNet, DeltaNetRows, DeltaRule};
@@ -57,7 +57,7 @@ pub use experts::{
 pub use gpu::{GpuBackend, limits as gpu_limits};
 pub use linear::{HalfBuffers, Linear, Norm, RowSource, RowTiles};
 pub use mlp::Mlp;
-pub use ngram::{InjectShape, InjectWeights, NgramInject};
+pub use ngram::{InjectShape, InjectWeights, NgramInject, NgramInjectRows};
 pub use op::{ModelPart, Op};
 pub use quant::{FP8_BLOCK, Float, Weight, WeightFormat, WeightView};
 pub use router::Router;

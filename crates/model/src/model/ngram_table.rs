@@ -114,7 +114,8 @@ pub struct NgramInput<'a> {
     pub table: &'a NgramTable,
     /// The request for the rows of the pass, made before the pass started.
     pub pending: Option<RequestedRows>,
-    /// Inputs of the convolution at the last positions.
+    /// Inputs of the convolution at the last positions. If the rows of the pass belong to several sequences, the rings
+    /// of all of them.
     pub history: RowRing,
 }
 
@@ -163,9 +164,11 @@ impl NgramTable {
         &self.layout
     }
 
-    /// Starts reading the rows of `ids`, which come after the tokens `before`.
-    pub fn request(&self, before: &[u32], ids: &[u32]) -> RequestedRows {
-        let wanted = self.layout().rows_of(before, ids);
+    /// Starts reading the rows of the tokens of one or several sequences: of each, the tokens before and the tokens
+    /// whose rows are wanted.
+    pub fn request<'t>(&self, sequences: impl IntoIterator<Item = [&'t [u32]; 2]>) -> RequestedRows {
+        let rows_of = |[before, ids]: [&[u32]; 2]| self.layout().rows_of(before, ids);
+        let wanted: Vec<u64> = sequences.into_iter().flat_map(rows_of).collect();
         let mut distinct = wanted.clone();
         distinct.sort_unstable();
         distinct.dedup();

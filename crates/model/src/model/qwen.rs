@@ -355,10 +355,7 @@ impl Qwen {
 
     /// Maximum number of sequences that one pass computes together.
     fn batch(&self) -> usize {
-        let device = &self.device;
-        let config = &self.parts.config;
-        let is_possible = config.ngrams.is_empty() && config.streams.is_none() && config.indexer.is_none();
-        if is_possible { MAX_VERIFY_ROWS.min(device.buffers.block).max(1) } else { 1 }
+        MAX_VERIFY_ROWS.min(self.device.buffers.block).max(1)
     }
 
     /// Runs one pass with one row of each sequence. The sequences share buffers.

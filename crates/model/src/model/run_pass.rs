@@ -8,10 +8,11 @@ use super::{
         pass::{Chunk, ImageRows, LayerHooks, Pass, SnapshotMarks},
     },
     model_parts::ModelParts,
-    ngram_table::NgramInput,
+    ngram_table::{NgramInput, NgramTable},
     state::{
         pass_ahead::collect,
         rollback::MAX_VERIFY_ROWS,
+        row_ring::RowRing,
         sequence::{LayerState, QwenState},
     },
     vision::{PlacedImage, Vision},
@@ -26,6 +27,17 @@ fn states_together(sequences: &[&mut QwenState]) -> Vec<LayerState> {
     // The buffers up to the state of the last sequence.
     let last = sequences.iter().max_by_key(|sequence| sequence.number);
     last.map_or_else(Vec::new, |last| last.layers.iter().map(|layer| layer.up_to(last.number)).collect())
+}
+
+/// For each n-gram table, the inputs of its convolution: of one sequence, or of several that share buffers.
+fn ngram_histories(sequences: &[&mut QwenState]) -> Vec<RowRing> {
+    match sequences {
+        [one] => one.rings.ngrams.clone(),
+        several => {
+            let last = several.iter().max_by_key(|sequence| sequence.number);
+            last.map_or_else(Vec::new, |last| last.rings.ngrams_up_to(last.number))
+        }
+    }
 }
 
 impl ModelParts {
@@ -129,13 +141,16 @@ impl ModelParts {
         let ModelParts { config, net, store, tables, .. } = self;
         let buffers = &chunk.table_row.map_or(*buffers, |row| buffers.at_row(row, config));
         // The rows of n-gram tables depend on tokens only, so they are read while the first layers compute.
-        let mut ngrams = Vec::new();
-        if let ([state], false) = (&mut *states, tables.is_empty()) {
-            ngrams.extend(tables.iter().zip(&state.rings.ngrams).map(|(table, history)| {
-                let before = state.tokens.before(chunk.start, table.layout().shape.size - 1);
-                NgramInput { table, pending: Some(table.request(before, chunk.ids)), history: *history }
-            }));
-            state.tokens.write(chunk.start, chunk.ids);
+        let request_rows = |(table, history): (&'a NgramTable, RowRing)| {
+            let count = table.layout().shape.size - 1;
+            let each = states.iter().zip(chunk.by_sequence());
+            let rows = each.map(|(state, (start, ids))| [state.tokens.before(start, count), ids]);
+            NgramInput { table, pending: Some(table.request(rows)), history }
+        };
+        let ngrams = tables.iter().zip(ngram_histories(states)).map(request_rows).collect();
+        if !tables.is_empty() {
+            let each = states.iter_mut().zip(chunk.by_sequence());
+            each.for_each(|(state, (start, ids))| state.tokens.write(start, ids));
         }
         let mut pass = Pass {
             chunk,

@@ -38,25 +38,31 @@ const MAX_WAVE_BLOCKS: usize = 64;
 impl AttentionRows<'_> {
     /// Computes one row after the other.
     pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
-        let Self { write, attention, rows } = self;
-        let shape = write.shape;
-        let values = write.shape.heads * write.shape.dim;
-        let ring = write.shape.recent_bytes();
-        for row in 0..write.tokens {
-            let [number, start] = cpu.memory.sequence(rows, row);
-            let table = write.cache.table.rows(number, 1, shape.pages());
-            let recent = write.cache.recent.map(|recent| recent.part(number * ring, ring));
-            let cache = KvCache { table, recent, ..write.cache };
-            let of = |region: Region, width: usize| region.rows(row, 1, width);
-            let proj = of(write.proj, shape.width());
-            let q = of(write.q, values);
-            let y = of(attention.y, values);
-            let norm_rope =
-                QkNormRope { rope_table: of(write.norm_rope.rope_table, shape.rope_dim), ..write.norm_rope };
-            KvWrite { start, tokens: 1, proj, norm_rope, q, cache, ..*write }.on_cpu(cpu)?;
-            Attention { start, tokens: 1, proj, q, cache, y, ..*attention }.on_cpu(cpu)?;
+        for row in 0..self.write.tokens {
+            let (write, attention) = self.row(row, cpu.memory.sequence(&self.rows, row));
+            write.on_cpu(cpu)?;
+            attention.on_cpu(cpu)?;
         }
         Ok(())
+    }
+
+    /// The operations of one row, whose sequence has this number, and which has this index in its sequence.
+    pub(in crate::ops) fn row(&self, row: usize, [number, start]: [usize; 2]) -> (KvWrite<'_>, Attention<'_>) {
+        let Self { write, attention, .. } = *self;
+        let shape = write.shape;
+        let values = shape.heads * shape.dim;
+        let ring = shape.recent_bytes();
+        let table = write.cache.table.rows(number, 1, shape.pages());
+        let recent = write.cache.recent.map(|recent| recent.part(number * ring, ring));
+        let cache = KvCache { table, recent, ..write.cache };
+        let of = |region: Region, width: usize| region.rows(row, 1, width);
+        let proj = of(write.proj, shape.width());
+        let q = of(write.q, values);
+        let y = of(attention.y, values);
+        let rope_table = of(write.norm_rope.rope_table, shape.rope_dim);
+        let norm_rope = QkNormRope { rope_table, ..write.norm_rope };
+        let write = KvWrite { start, tokens: 1, proj, norm_rope, q, cache, ..write };
+        (write, Attention { start, tokens: 1, proj, q, cache, y, ..attention })
     }
 }
 

@@ -153,7 +153,8 @@ impl KvWrite<'_> {
         self.launch_rows(None)
     }
 
-    fn launch_rows(&self, rows: Option<SequenceRows>) -> Launch {
+    /// [`KvWrite::launch`]. If `rows` is given, each row belongs to another sequence.
+    pub(in crate::ops) fn launch_rows(&self, rows: Option<SequenceRows>) -> Launch {
         let Self { shape, start, tokens, proj, norm_rope, q, cache } = *self;
         let mut launch = Launch {
             kernel: shape.kernel(["qk_norm_rope", "qk_norm_rope_i16", "qk_norm_rope_q8", "qk_norm_rope_q4"]),

@@ -1,10 +1,11 @@
 //! Attention to selected blocks on the CPU. The result of a row does not depend on the other rows or on the number of
 //! threads.
 
-use super::BlockAttention;
+use super::{BlockAttention, BlockAttentionRows, IndexCache};
 use crate::{
     device::DeviceError,
     ops::{
+        AttentionRows, QkNormRope,
         activation::softmax,
         attention::{KvElement, KvFormat, KvView, PAGE},
         cpu::{Cpu, refuse},
@@ -16,6 +17,27 @@ use std::cell::RefCell;
 thread_local! {
     /// Scores of the queries of a task, `[queries, positions]`, and their sums of values, `[queries, padded dim]`.
     static SCRATCH: RefCell<[Vec<f32>; 2]> = RefCell::default();
+}
+
+impl BlockAttentionRows<'_> {
+    /// Computes one row after the other.
+    pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
+        let Self { write, attend, rows } = *self;
+        let indexer = attend.indexer;
+        let ring = attend.cache.capacity * indexer.recent_width() * 4;
+        for row in 0..write.tokens {
+            let at = cpu.memory.sequence(&rows, row);
+            let both = AttentionRows { write, attention: attend.attention, rows };
+            let (write, attention) = both.row(row, at);
+            write.on_cpu(cpu)?;
+            let index = attend.index.rows(row, 1, indexer.width());
+            let rope_table = attend.norm_rope.rope_table.rows(row, 1, indexer.rope_dim);
+            let norm_rope = QkNormRope { rope_table, ..attend.norm_rope };
+            let cache = IndexCache { recent: attend.cache.recent.part(at[0] * ring, ring), ..attend.cache };
+            BlockAttention { attention, index, norm_rope, cache, indexer }.on_cpu(cpu)?;
+        }
+        Ok(())
+    }
 }
 
 impl BlockAttention<'_> {

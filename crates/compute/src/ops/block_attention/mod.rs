@@ -17,7 +17,7 @@ mod cpu;
 mod gpu;
 mod select;
 
-use super::{Attention, QkNormRope, attention::PAGE};
+use super::{Attention, KvWrite, QkNormRope, SequenceRows, attention::PAGE};
 use crate::device::{BufferAccess, DeviceError, Region};
 
 /// Maximum number of bytes that the CPU needs for the scores, queries and selections of one call.
@@ -74,6 +74,8 @@ pub struct IndexCache {
     /// A ring of the last positions, f32 `[capacity, recent_width]`: the raw key and the RoPE rotation of position `p`
     /// are in row `p % capacity`. The ring has room for the positions of one call and for one block before them.
     pub recent: Region,
+    /// Number of positions in the ring of one sequence.
+    pub capacity: usize,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -86,6 +88,28 @@ pub struct BlockAttention<'a> {
     /// The weights of the indexer's two norms, `[dim]` each, and the RoPE rotation of each row.
     pub norm_rope: QkNormRope,
     pub cache: IndexCache,
+}
+
+/// [`KvWrite`] and [`BlockAttention`] for one row of each of several sequences. `start` is ignored. The regions of the
+/// page table and of [`IndexCache::recent`] hold those of all sequences, one after the other.
+#[derive(Debug, Clone, Copy)]
+pub struct BlockAttentionRows<'a> {
+    pub write: KvWrite<'a>,
+    pub attend: BlockAttention<'a>,
+    pub rows: SequenceRows,
+}
+
+impl BlockAttentionRows<'_> {
+    pub(super) fn touches(&self, see: &mut dyn FnMut(Region, BufferAccess)) {
+        let BlockAttention { attention, indexer, index, cache, .. } = self.attend;
+        self.write.touches(see);
+        see(attention.partials, BufferAccess::Write);
+        see(attention.y.floats(attention.tokens * attention.shape.heads * attention.shape.dim), BufferAccess::Write);
+        see(index.floats(attention.tokens * indexer.width()), BufferAccess::Read);
+        see(cache.keys, BufferAccess::ReadWrite);
+        see(cache.recent, BufferAccess::ReadWrite);
+        see(self.rows.table, BufferAccess::Read);
+    }
 }
 
 /// Buffers of the selection, reused by all calls.
@@ -105,15 +129,9 @@ impl BlockAttention<'_> {
         (closed, closed.min(self.indexer.blocks))
     }
 
-    /// Number of positions in [`IndexCache::recent`].
-    fn ring_len(&self) -> usize {
-        self.cache.recent.len / (4 * self.indexer.recent_width())
-    }
-
-    /// Checks that the ring holds the rows of this call and a block before them.
-    fn check_ring(&self) -> Result<(), DeviceError> {
-        let positions = self.ring_len();
-        let tokens = self.attention.tokens;
+    /// Checks that the ring holds the rows of this call, of which each sequence has `tokens`, and a block before them.
+    fn check_ring(&self, tokens: usize) -> Result<(), DeviceError> {
+        let positions = self.cache.capacity;
         if positions < tokens + self.indexer.ratio {
             let why = format!("a ring of {positions} positions is too short for {tokens} tokens of an indexer");
             return Err(DeviceError(why));

@@ -40,8 +40,8 @@ impl BlockAttention<'_> {
         let dim = shape.dim;
         let width = shape.width();
         let wide = shape.recent_width();
-        let capacity = self.ring_len();
-        self.check_ring()?;
+        let capacity = self.cache.capacity;
+        self.check_ring(tokens)?;
         let index = memory.floats(self.index.floats(tokens * width));
         let rotation = memory.floats(self.norm_rope.rope_table.floats(tokens * shape.rope_dim));
         let recent = memory.floats_mut(self.cache.recent);

@@ -366,9 +366,11 @@ impl<D: Driver> Backend for GpuBackend<D> {
                 }
             },
             Op::BlockAttention(op) => self.all(op.launches(ATTENTION_ROWS)?),
+            Op::BlockAttentionRows(op) => self.all(op.launches(ATTENTION_ROWS)?),
             Op::ReadStreams(op) => self.all(op.launches(self.half)),
             Op::WriteStreams(op) => self.launch(op.launch()),
             Op::NgramInject(op) => self.all(op.launches()?),
+            Op::NgramInjectRows(op) => self.all(op.launches()?),
             Op::DeltaNetRows(op) => {
                 let tiles = self.row_tiles(|min| op.net.split_words(min))?;
                 self.all(op.launches(tiles))

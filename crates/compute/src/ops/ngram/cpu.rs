@@ -1,6 +1,6 @@
 //! The injection of n-gram rows on the CPU.
 
-use super::NgramInject;
+use super::{NgramInject, NgramInjectRows};
 use crate::{
     device::DeviceError,
     ops::{
@@ -14,13 +14,31 @@ use crate::{
     },
 };
 
+impl NgramInjectRows<'_> {
+    /// Computes one row after the other.
+    pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
+        let Self { inject, rows } = *self;
+        let shape = inject.shape;
+        let ring = shape.capacity * shape.width();
+        for row in 0..inject.tokens {
+            let [number, start] = cpu.memory.sequence(&rows, row);
+            let proj = inject.proj.rows(row, 1, shape.width() + shape.hidden);
+            let gates = inject.gates.rows(row, 1, shape.streams);
+            let history = inject.history.rows(number, 1, ring);
+            let streams = inject.streams.rows(row, 1, shape.width());
+            NgramInject { start, tokens: 1, proj, gates, history, streams, ..inject }.on_cpu(cpu)?;
+        }
+        Ok(())
+    }
+}
+
 impl NgramInject<'_> {
     pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
         let Self { shape, weights, start, tokens, .. } = *self;
         let count = shape.streams;
         let hidden = shape.hidden;
         let width = shape.width();
-        self.check_capacity()?;
+        self.check_capacity(tokens)?;
         let memory = &cpu.memory;
         let threads = &cpu.compute.threads;
         let row = width + hidden;

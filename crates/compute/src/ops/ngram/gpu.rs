@@ -1,7 +1,10 @@
 //! The injection of n-gram rows on a GPU (`kernels/streams.metal`).
 
-use super::NgramInject;
-use crate::device::{Binding, DeviceError, Launch, SkipUse};
+use super::{NgramInject, NgramInjectRows};
+use crate::{
+    device::{Binding, DeviceError, Launch, SkipUse},
+    ops::SequenceRows,
+};
 
 impl NgramInject<'_> {
     /// Computes the gates and the new rows of the history, then adds the result to the streams.
@@ -9,18 +12,25 @@ impl NgramInject<'_> {
     /// # Errors
     /// The history is too short for the tokens.
     pub(in crate::ops) fn launches(&self) -> Result<[Launch; 2], DeviceError> {
-        self.check_capacity()?;
+        self.check_capacity(self.tokens)?;
+        Ok(self.launch_rows(None))
+    }
+
+    /// [`NgramInject::launches`]. If `rows` is given, each row belongs to another sequence.
+    fn launch_rows(&self, rows: Option<SequenceRows>) -> [Launch; 2] {
         let Self { shape, weights, start, tokens, .. } = *self;
         let count = shape.streams;
         let hidden = shape.hidden;
         let width = shape.width();
         let words = [start, count, hidden, shape.conv_width, shape.dilation, shape.capacity];
         let mut args: Vec<u32> = words.into_iter().map(|word| word as u32).collect();
-        args.push(shape.eps.to_bits());
+        args.extend([shape.eps.to_bits(), rows.is_some().into()]);
         let proj = Binding::read(self.proj.floats(tokens * (width + hidden)));
         let streams = self.streams.floats(tokens * width);
         let gates = self.gates.floats(tokens * count);
-        let history = self.history.floats(shape.capacity * width);
+        let ring = self.history.floats(shape.capacity * width);
+        let history = if rows.is_some() { self.history } else { ring };
+        let sequences = Binding::read(rows.map_or(proj.region, |rows| rows.table));
         let launch = |kernel, bindings, grid| Launch {
             kernel,
             args: args.clone(),
@@ -38,6 +48,7 @@ impl NgramInject<'_> {
             Binding::write(gates),
             // Rows of earlier positions must keep their values.
             Binding::read_write(history),
+            sequences,
         ];
         let add = vec![
             proj,
@@ -45,11 +56,23 @@ impl NgramInject<'_> {
             Binding::read(weights.conv.floats(shape.conv_width * width)),
             Binding::read(history),
             Binding::read_write(streams),
+            sequences,
         ];
         let blocks = hidden.div_ceil(128) as u32;
-        Ok([
+        [
             launch("ngram_gate", gate, [count as u32, tokens as u32, 1]),
             launch("ngram_add", add, [blocks, count as u32, tokens as u32]),
-        ])
+        ]
+    }
+}
+
+impl NgramInjectRows<'_> {
+    /// The launches of all rows.
+    ///
+    /// # Errors
+    /// The history is too short for a row.
+    pub(in crate::ops) fn launches(&self) -> Result<[Launch; 2], DeviceError> {
+        self.inject.check_capacity(1)?;
+        Ok(self.inject.launch_rows(Some(self.rows)))
     }
 }

@@ -11,6 +11,7 @@
 mod cpu;
 mod gpu;
 
+use super::SequenceRows;
 use crate::device::{BufferAccess, DeviceError, Region};
 
 /// Sizes of the injection.
@@ -59,10 +60,26 @@ pub struct NgramInject<'a> {
     pub streams: Region,
 }
 
+/// [`NgramInject`] for one row of each of several sequences. `start` is ignored. `history` holds the rings of all
+/// sequences, one after the other.
+#[derive(Debug, Clone, Copy)]
+pub struct NgramInjectRows<'a> {
+    pub inject: NgramInject<'a>,
+    pub rows: SequenceRows,
+}
+
+impl NgramInjectRows<'_> {
+    pub(super) fn touches(&self, see: &mut dyn FnMut(Region, BufferAccess)) {
+        self.inject.touches(see);
+        see(self.rows.table, BufferAccess::Read);
+    }
+}
+
 impl NgramInject<'_> {
-    /// Checks that the rows of this call do not overwrite rows that its convolution reads.
-    fn check_capacity(&self) -> Result<(), DeviceError> {
-        let (tokens, InjectShape { conv_width, dilation, capacity, .. }) = (self.tokens, *self.shape);
+    /// Checks that the rows of this call, of which each sequence has `tokens`, do not overwrite rows that the convolution
+    /// reads.
+    fn check_capacity(&self, tokens: usize) -> Result<(), DeviceError> {
+        let InjectShape { conv_width, dilation, capacity, .. } = *self.shape;
         if tokens + (conv_width - 1) * dilation > capacity {
             return Err(DeviceError(format!("a ring of {capacity} positions is too short for {tokens} tokens")));
         }

@@ -275,6 +275,7 @@ impl MtpDeviceState {
             let capacity = backend.limits().max_mixer_rows.min(MAX_RING_BLOCK) + indexer.ratio;
             index.keys = backend.allocate(pages.len() * indexer.key_bytes(PAGE))?;
             index.recent = backend.allocate(capacity * indexer.recent_width() * 4)?;
+            index.capacity = capacity;
         }
         let slot_tables = backend.allocate(tables.len() * 4)?;
         if !tables.is_empty() {

@@ -9,7 +9,7 @@ use crate::{
     },
 };
 use moestro_compute::ops::{
-    Attention, AttentionRows, BlockAttention, IndexCache, KvCache, KvWrite, Linear, QkNormRope,
+    Attention, AttentionRows, BlockAttention, BlockAttentionRows, IndexCache, KvCache, KvWrite, Linear, QkNormRope,
 };
 use std::ops::Range;
 
@@ -46,29 +46,32 @@ impl AttentionWeights {
         let partials = b.partials;
         let y = b.y(tokens);
         let attention = Attention { shape, start, tokens, q, cache, proj, partials, y };
-        match (&self.indexer, pass.sequence_rows()) {
-            (_, Some(rows)) => pass.execute(&AttentionRows { write, attention, rows })?,
-            (None, None) => {
+        let sequences = pass.sequence_rows();
+        if let Some(indexer) = &self.indexer {
+            // with an indexer: the same over the blocks that it selects for each row
+            let matrices = std::slice::from_ref(&indexer.proj);
+            let index = b.index;
+            let shape = &indexer.shape;
+            pass.execute(Linear { x, tokens, norm, matrices, y: index, add: false })?;
+            let norm_rope = QkNormRope { q_norm: indexer.q_norm, k_norm: indexer.k_norm, rope_table };
+            let attend = BlockAttention { attention, indexer: shape, index, norm_rope, cache: index_cache };
+            if let Some(rows) = sequences {
+                pass.execute(&BlockAttentionRows { write, attend, rows })?;
+            } else {
                 pass.execute(write)?;
-                pass.execute(attention)?;
+                pass.execute(&attend)?;
             }
-            (Some(indexer), None) => {
-                pass.execute(write)?;
-                // with an indexer: the same over the blocks that it selects for each row
-                let matrices = std::slice::from_ref(&indexer.proj);
-                let index = b.index;
-                let shape = &indexer.shape;
-                pass.execute(Linear { x, tokens, norm, matrices, y: index, add: false })?;
-                let norm_rope = QkNormRope { q_norm: indexer.q_norm, k_norm: indexer.k_norm, rope_table };
-                let op = BlockAttention { attention, indexer: shape, index, norm_rope, cache: index_cache };
-                pass.execute(&op)?;
-                let rows_of = index_cache.recent;
-                let width = shape.recent_width();
-                let recent = RowRing { rows: rows_of, width, keep: KeptRows::OpenBlock(shape.ratio) };
-                for mark in marks.within(&rows) {
-                    marks.record_rows(mark, &recent, pass.chunk.start + marks.rows[mark], &mut *pass.backend)?;
-                }
+            let IndexCache { recent, capacity, .. } = index_cache;
+            let width = shape.recent_width();
+            let recent = RowRing { rows: recent, capacity, width, keep: KeptRows::OpenBlock(shape.ratio) };
+            for mark in marks.within(&rows) {
+                marks.record_rows(mark, &recent, pass.chunk.start + marks.rows[mark], &mut *pass.backend)?;
             }
+        } else if let Some(rows) = sequences {
+            pass.execute(&AttentionRows { write, attention, rows })?;
+        } else {
+            pass.execute(write)?;
+            pass.execute(attention)?;
         }
 
         // h += W_o y

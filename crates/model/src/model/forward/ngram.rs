@@ -2,7 +2,7 @@
 
 use super::pass::{Pass, SnapshotMarks};
 use crate::{error::ModelError, model::weights::NgramWeights};
-use moestro_compute::ops::{InjectShape, Linear, NgramInject};
+use moestro_compute::ops::{InjectShape, Linear, NgramInject, NgramInjectRows};
 
 impl NgramWeights {
     /// `R += G + silu(conv(rms_norm(G)))`, `G = gate(rms_norm(W_key e), rms_norm(R)) * W_value e`.
@@ -24,7 +24,7 @@ impl NgramWeights {
             hidden,
             conv_width: shape.conv_width,
             dilation: shape.size,
-            capacity: history.rows.len / (4 * width),
+            capacity: history.capacity,
             eps: pass.config.eps,
         };
         for rows in pass.mixer_blocks() {
@@ -42,7 +42,11 @@ impl NgramWeights {
             let shape = &inject;
             let proj = b.proj;
             let history_rows = history.rows;
-            pass.execute(NgramInject { shape, weights, start, tokens, proj, gates, history: history_rows, streams })?;
+            let inject = NgramInject { shape, weights, start, tokens, proj, gates, history: history_rows, streams };
+            match pass.sequence_rows() {
+                Some(rows) => pass.execute(NgramInjectRows { inject, rows })?,
+                None => pass.execute(inject)?,
+            }
             for index in marks.within(&rows) {
                 let len = pass.chunk.start + marks.rows[index];
                 marks.record_rows(index, &history, len, &mut *pass.backend)?;

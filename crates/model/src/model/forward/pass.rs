@@ -68,6 +68,14 @@ impl<'a> Chunk<'a> {
             commit: Commit::Now,
         }
     }
+
+    /// For each sequence, the index of its first row and its tokens.
+    pub fn by_sequence(&self) -> impl Iterator<Item = (usize, &'a [u32])> + use<'a> {
+        let Self { ids, sequences, start, .. } = *self;
+        let each = if sequences.is_empty() { ids.len() } else { 1 };
+        let first = move |index: usize| sequences.get(index).map_or(start, |row| row.start);
+        ids.chunks(each.max(1)).enumerate().map(move |(index, ids)| (first(index), ids))
+    }
 }
 
 /// A row of one of several sequences.

@@ -13,8 +13,10 @@ use std::ops::Range;
 
 #[derive(Debug, Clone, Copy)]
 pub struct RowRing {
-    /// `[capacity, width]` f32.
+    /// `[capacity, width]` f32. May hold the rings of several sequences, one after the other.
     pub rows: Region,
+    /// Number of rows in the ring of one sequence.
+    pub capacity: usize,
     pub width: usize,
     pub keep: KeptRows,
 }
@@ -51,8 +53,7 @@ impl RowRing {
     }
 
     fn row(&self, position: usize) -> Region {
-        let capacity = self.rows.len / (4 * self.width);
-        self.rows.rows(position % capacity, 1, self.width)
+        self.rows.rows(position % self.capacity, 1, self.width)
     }
 
     /// Appends the rows that a snapshot of `len` positions keeps to `out`.

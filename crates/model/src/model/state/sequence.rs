@@ -44,16 +44,12 @@ impl LayerState {
     /// The states of sequences `0..=number` that share these buffers. Each region holds the states of all these
     /// sequences. `self` must be the state of sequence `number`.
     pub fn up_to(&self, number: usize) -> Self {
-        let all = |region: Region| Region {
-            offset: region.offset - number * region.len,
-            len: (number + 1) * region.len,
-            ..region
-        };
+        let all = |region: Region| up_to(region, number);
         match *self {
-            LayerState::Attention(cache, index) => {
-                let cache = KvCache { table: all(cache.table), recent: cache.recent.map(all), ..cache };
-                LayerState::Attention(cache, index)
-            }
+            LayerState::Attention(cache, index) => LayerState::Attention(
+                KvCache { table: all(cache.table), recent: cache.recent.map(all), ..cache },
+                IndexCache { recent: all(index.recent), ..index },
+            ),
             LayerState::DeltaNet(delta) => LayerState::DeltaNet(DeltaState {
                 conv: all(delta.conv),
                 recurrent: all(delta.recurrent),
@@ -61,6 +57,11 @@ impl LayerState {
             }),
         }
     }
+}
+
+/// The regions of sequences `0..=number`, which share a buffer. `region` must be that of sequence `number`.
+fn up_to(region: Region, number: usize) -> Region {
+    Region { offset: region.offset - number * region.len, len: (number + 1) * region.len, ..region }
 }
 
 /// The memory of a sequence except its KV pages.
@@ -103,6 +104,13 @@ pub struct Rings {
     all: Vec<RowRing>,
     /// For each n-gram table, the inputs of its convolution.
     pub ngrams: Vec<RowRing>,
+}
+
+impl Rings {
+    /// [`Rings::ngrams`] of sequences `0..=number` that share buffers. `self` must be the rings of sequence `number`.
+    pub fn ngrams_up_to(&self, number: usize) -> Vec<RowRing> {
+        self.ngrams.iter().map(|ring| RowRing { rows: up_to(ring.rows, number), ..*ring }).collect()
+    }
 }
 
 /// Arenas of sequences that have ended.
@@ -203,7 +211,7 @@ pub fn ring_bytes(config: &Config, block: usize) -> [u64; 2] {
     let mut bytes = [0, kept_tokens(config) as u64 * 4];
     for (capacity, width, keep) in ring_sizes(config, block) {
         bytes[0] += (capacity * width * 4) as u64;
-        bytes[1] += RowRing { rows: Region::default(), width, keep }.snapshot_bytes() as u64;
+        bytes[1] += RowRing { rows: Region::default(), capacity, width, keep }.snapshot_bytes() as u64;
     }
     bytes
 }
@@ -511,7 +519,7 @@ fn allocate(
     let mut index_pages = pool.index.iter();
     let mut rings = Rings::default();
     for (capacity, width, keep) in ring_sizes(config, backend.limits().max_mixer_rows.min(MAX_RING_BLOCK)) {
-        let ring = RowRing { rows: backend.allocate(count * capacity * width * 4)?, width, keep };
+        let ring = RowRing { rows: backend.allocate(count * capacity * width * 4)?, capacity, width, keep };
         rings.all.push(ring);
         if matches!(keep, KeptRows::Last(_)) {
             rings.ngrams.push(ring);
@@ -525,10 +533,12 @@ fn allocate(
                 recent = [backend.allocate(ring)?, backend.allocate(ring)?];
             }
             let [keys, values] = *pages.next().ok_or_else(|| DeviceError("a layer has no KV pages".into()))?;
-            let index = IndexCache {
-                keys: index_pages.next().copied().unwrap_or_default(),
-                recent: recent_keys.next().map(|ring| ring.rows).unwrap_or_default(),
-            };
+            let block_keys = index_pages.next().copied().unwrap_or_default();
+            let index = recent_keys.next().map_or_else(IndexCache::default, |ring| IndexCache {
+                keys: block_keys,
+                recent: ring.rows,
+                capacity: ring.capacity,
+            });
             LayerState::Attention(KvCache { keys, values, table, recent }, index)
         } else {
             LayerState::DeltaNet(DeltaState {

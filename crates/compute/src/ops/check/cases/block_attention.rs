@@ -54,6 +54,7 @@ fn case(
     let index_cache = IndexCache {
         keys: b.bytes(&vec![0; shape.pages() * indexer.key_bytes(PAGE)])?,
         recent: b.bytes(&vec![0; (MAX_CALL + indexer.ratio) * indexer.recent_width() * 4])?,
+        capacity: MAX_CALL + indexer.ratio,
     };
     let mut norms = [Region::default(); 4];
     for (norm, width) in norms.iter_mut().zip([dim, dim, indexer.dim, indexer.dim]) {
@@ -101,11 +102,11 @@ fn compare(b: &mut KernelCheck<'_, impl Driver>, op: &BlockAttention<'_>) -> Res
     let tokens = op.attention.tokens;
     let width = shape.heads * shape.dim;
     let row_scores = on_cpu.scores.len() / tokens;
-    for part in op.parts(MAX_PART) {
-        let [rows, score, select, attend] = part.part_launches().map(|launch| b.launch(launch));
+    for (part, _) in op.parts(MAX_PART, None) {
+        let [rows, score, select, attend] = part.part_launches(None).map(|launch| b.launch(launch));
         let first = part.attention.start - op.attention.start;
         let count = part.attention.tokens;
-        let [queries, selected, scores] = part.scratch();
+        let [queries, selected, scores] = part.scratch(None);
         b.expect(CLOSE, &rows, queries, &on_cpu.queries[first * width..][..count * width])?;
         let selected = b.on_gpu(selected)?;
         let scores = b.on_gpu(scores)?;
