@@ -107,6 +107,18 @@ def forty_turns(project):
             ("names and since < 20", calls[0]), ("true", ENDED)]
 
 
+def overflows(agent, asks):
+    """Outputs that are together larger than the context. The agent asks for a summary, in a message with the text `asks`, and
+    goes on."""
+    def rules(project):
+        has_summary = "'The summary of the script' in asked + said"
+        return [(f"'{asks}' in last", "<summary>The summary of the script: it writes a file.</summary>"),
+                (f"names and {has_summary} and 'is written' not in shown", shell(agent, "echo ran > proof.txt; echo It is written")),
+                (f"names and not {has_summary} and since < 9", shell(agent, "seq 1 3000")), ("true", ENDED)]
+
+    return rules
+
+
 CODEX = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
 AIDER = ["--yes-always", "--no-git", "--no-check-update", "--analytics-disable", "--edit-format", "whole"]
 SEARCH = ["--mcp-config", "../mcp.json", "--strict-mcp-config", "--allowedTools", "ToolSearch", "mcp__many__run", "mcp__many__tool_7"]
@@ -136,4 +148,13 @@ SCENARIOS = {
         Turn(["--continue", "-p", "/compact", *SEARCH], 3_500, text=""),
         Turn(["--continue", "-p", "Again", *SEARCH], 7_500, files={"proof.txt": "ran\n" * 18}, most=300, large=3),
     ], is_nightly=True),
+    "claude-overflow": Scenario("claude", overflows("claude", "detailed summary"), [
+        Turn(["-p", "Write the file", "--allowedTools", "Bash"], 72_000, files={"proof.txt": "ran\n"}),
+    ], context=65_536, is_nightly=True),
+    "codex-overflow": Scenario("codex", overflows("codex", "CHECKPOINT"), [
+        Turn(["exec", *CODEX, "Write the file"], 61_000, files={"proof.txt": "ran\n"}, statuses=(400,)),
+    ], context=32_768, is_nightly=True),
+    "opencode-overflow": Scenario("opencode", overflows("opencode", "summar"), [
+        Turn(["run", "Write the file"], 75_000, files={"proof.txt": "ran\n"}),
+    ], context=40_960, is_nightly=True),
 }

@@ -7,6 +7,8 @@ answer of that rule. A condition is an expression of Jinja with these names:
     results  number of results of tools in the conversation
     since    number of results of tools since the last answer without a call
     asked    text of all messages of the user
+    said     text of all messages of the model
+    shown    text of all results of tools
     last     text of the last message of the user
     images   number of images in the conversation
 
@@ -26,7 +28,7 @@ IMAGE = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]
 
 # Renders a conversation as the template of the demo does, calls as the model writes them, and chooses the rule.
 TEMPLATE = """{%- for tool in tools or [] %}{{- tool | tojson + '\\n' }}{%- endfor %}
-{%- set ns = namespace(results=0, since=0, images=0, asked='', last='') %}
+{%- set ns = namespace(results=0, since=0, images=0, asked='', said='', shown='', last='') %}
 {%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\\n' }}
     {%- set ns.text = '' %}
@@ -54,16 +56,19 @@ TEMPLATE = """{%- for tool in tools or [] %}{{- tool | tojson + '\\n' }}{%- endf
     {%- if message.role == 'tool' %}
         {%- set ns.results = ns.results + 1 %}
         {%- set ns.since = ns.since + 1 %}
+        {%- set ns.shown = ns.shown + ns.text + '\\n' %}
     {%- elif message.role == 'user' %}
         {%- set ns.last = ns.text %}
         {%- set ns.asked = ns.asked + ns.text + '\\n' %}
-    {%- elif message.role == 'assistant' and not message.tool_calls %}
-        {%- set ns.since = 0 %}
+    {%- elif message.role == 'assistant' %}
+        {%- set ns.said = ns.said + ns.text + '\\n' %}
+        {%- set ns.since = ns.since if message.tool_calls else 0 %}
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}
     {%- set names = (tools or []) | map(attribute='function') | map(attribute='name') | list %}
-    {%- set results, since, images, asked, last = ns.results, ns.since, ns.images, ns.asked, ns.last %}
+    {%- set results, since, images, last = ns.results, ns.since, ns.images, ns.last %}
+    {%- set asked, said, shown = ns.asked, ns.said, ns.shown %}
     {{- '<|im_start|>assistant\\n' }}
     RULES
 {%- endif %}
