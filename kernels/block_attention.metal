@@ -10,8 +10,9 @@
 // correctly. Scores are not negative, so their bit patterns have the same order as the scores.
 
 // MAX_DIM: maximum number of dimensions of a head, in the indexer and in attention. SIMDS: number of simdgroups in a
-// threadgroup. BATCH: number of positions that are loaded together.
-enum { MAX_DIM = 256, SIMDS = 8, BATCH = 4 };
+// threadgroup. BATCH: number of positions that are loaded together. GROUP: values of an 8-bit or 4-bit row that share a
+// scale.
+enum { MAX_DIM = 256, SIMDS = 8, BATCH = 4, GROUP = 32 };
 
 struct BlockArgs {
   uint start;                  // position of the first row
@@ -23,6 +24,7 @@ struct BlockArgs {
   uint width, attention_heads, kv_heads, head_dim;
   float attention_scale;
   uint table_pages;            // see row_table
+  uint kv_ring_len;            // 8 and 4 bits: positions in the ring of recent keys and values
 };
 
 // The row of a block's key. The key is in the page of the block's last position.
@@ -188,17 +190,84 @@ KERNEL(index_select, ARGS(BlockArgs, a), IN(uint, scores, 1), OUT(uint, selected
   }
 }
 
+// Keys or values, and a row of them. With 8 or 4 bits, recent positions are read from a ring.
+template <class T>
+struct Cache { DEVICE const T* pages; };
+template <class T>
+struct CacheRow { DEVICE const T* at; };
+template <uint BITS>
+struct QuantCache {
+  DEVICE const uchar* pages;
+  DEVICE const float* ring;
+};
+template <uint BITS>
+struct QuantCacheRow {
+  DEVICE const uchar* at;
+  DEVICE const float* recent;
+  bool is_recent;
+};
+
+// The row of position `p` for a query that reads positions from `recent` on from the ring.
+template <class T>
+FN CacheRow<T> row_of(Cache<T> cache, CONSTANT BlockArgs& a, DEVICE const uint* table, uint kv, uint p, uint) {
+  CacheRow<T> row;
+  row.at = cache.pages + page_row(table, a.kv_heads, kv, p) * cache_pitch(cache.pages, a.head_dim);
+  return row;
+}
+template <uint BITS>
+FN QuantCacheRow<BITS> row_of(QuantCache<BITS> cache, CONSTANT BlockArgs& a, DEVICE const uint* table, uint kv, uint p,
+                              uint recent) {
+  QuantCacheRow<BITS> row;
+  row.at = cache.pages + page_row(table, a.kv_heads, kv, p) * (a.head_dim * BITS / 8 + a.head_dim / GROUP * 2);
+  row.recent = cache.ring + (ulong(kv) * a.kv_ring_len + p % a.kv_ring_len) * a.head_dim;
+  row.is_recent = p >= recent;
+  return row;
+}
+
+// Values i..i + 3 of a row, without the scale of the row. i is a multiple of 4.
+template <class T>
+FN void load4(CacheRow<T> row, uint, uint i, THREAD float* v) {
+  load_cached4(row.at + i, v);
+}
+template <uint BITS>
+FN void load4(QuantCacheRow<BITS> row, uint dim, uint i, THREAD float* v) {
+  if (row.is_recent) {
+    load_cached4(row.recent + i, v);
+    return;
+  }
+  const uint group = i / GROUP, in_group = i % GROUP;
+  // Rows are aligned to 2 bytes. With 4 bits, the second half of a group is in the high nibbles.
+  const uint first = BITS == 8 ? i : group * (GROUP / 2) + in_group % (GROUP / 2);
+  DEVICE const ushort* codes = (DEVICE const ushort*)(row.at + first);
+  const uint word = uint(codes[0]) | uint(codes[1]) << 16;
+  const float scale = bf16(*(DEVICE const ushort*)(row.at + dim * BITS / 8 + 2 * group));
+  UNROLL for (uint n = 0; n < 4; n++) {
+    const uint code = word >> 8 * n & 255u;
+    const int nibble = int(in_group < GROUP / 2 ? code & 15u : code >> 4);
+    v[n] = float(BITS == 8 ? int(code ^ 128u) - 128 : 2 * nibble - 15) * scale;
+  }
+}
+template <class T>
+FN float scale_of(CacheRow<T> row, uint dim) {
+  return cache_scale(row.at, dim);
+}
+template <uint BITS>
+FN float scale_of(QuantCacheRow<BITS>, uint) {
+  return 1.0f;
+}
+
 // softmax(q k^T * scale) v * sigmoid(gate) over the selected blocks and the open block, for one row and head. A
 // simdgroup computes every eighth batch of positions. The order of additions depends only on the row's position and
-// selection. Grid (heads, tokens), 256 threads.
-template <class T>
-FN void attend_blocks(CONSTANT BlockArgs& a, DEVICE const float* q, DEVICE const T* keys, DEVICE const T* values,
-                      DEVICE const uint* tables, DEVICE const uint* selected, DEVICE const float* proj, DEVICE float* y,
+// selection. With IS_QUANTIZED, the result is multiplied by the Hadamard matrix before the gate. Grid (heads, tokens),
+// 256 threads.
+template <class Row, bool IS_QUANTIZED, class Rows>
+FN void attend_blocks(CONSTANT BlockArgs& a, DEVICE const float* q, Rows keys, Rows values, DEVICE const uint* tables,
+                      DEVICE const uint* selected, DEVICE const float* proj, DEVICE float* y,
                       DEVICE const SequenceRow* rows, THREADGROUP float* sums,
                       THREADGROUP float* shares THREAD_IDS_PARAM) {
   const uint head = tgid.x, token = tgid.y, position = row_position(a, rows, token), closed = (position + 1) / a.ratio;
   DEVICE const uint* table = row_table(a, rows, tables, token);
-  const uint dim = a.head_dim, kv = head / (a.attention_heads / a.kv_heads), pitch = cache_pitch(keys, dim);
+  const uint dim = a.head_dim, kv = head / (a.attention_heads / a.kv_heads), recent = recent_start(position);
   const uint in_blocks = min(closed, a.blocks) * a.ratio, count = in_blocks + position + 1 - closed * a.ratio;
   const ulong row = (ulong(token) * a.attention_heads + head) * dim;
   DEVICE const uint* blocks = selected + ulong(token) * a.blocks;
@@ -208,26 +277,27 @@ FN void attend_blocks(CONSTANT BlockArgs& a, DEVICE const float* q, DEVICE const
     query[j] = i < dim ? q[row + i] * a.attention_scale : 0.0f;
   }
   for (uint first = sg * BATCH; first < count; first += SIMDS * BATCH) {
-    ulong at[BATCH];
-    float score[BATCH];
+    Row value[BATCH];
+    float score[BATCH], key_scale[BATCH];
     UNROLL for (uint n = 0; n < BATCH; n++) {
       const uint nth = min(first + n, count - 1);
       // A wrong selection gives a wrong result, but reads no memory outside of the cache.
       const uint block = nth < in_blocks ? min(blocks[nth / a.ratio], closed - 1) : closed;
       const uint p = block * a.ratio + (nth < in_blocks ? nth % a.ratio : nth - in_blocks);
-      at[n] = page_row(table, a.kv_heads, kv, p) * pitch;
+      value[n] = row_of(values, a, table, kv, p, recent);
+      const Row key_row = row_of(keys, a, table, kv, p, recent);
       float product = 0;
       UNROLL for (uint j = 0; j < 8; j += 4) {
         const uint i = 4 * lane + j * 32;
         float key[4] = {};
-        if (i < dim) load_cached4(keys + at[n] + i, key);
+        if (i < dim) load4(key_row, dim, i, key);
         UNROLL for (uint m = 0; m < 4; m++) product = fma(query[j + m], key[m], product);
       }
-      score[n] = product;
+      score[n] = product, key_scale[n] = scale_of(key_row, dim);
     }
     float new_highest = highest;
     UNROLL for (uint n = 0; n < BATCH; n++) {
-      score[n] = SIMD_SUM(score[n]) * cache_scale(keys + at[n], dim);
+      score[n] = SIMD_SUM(score[n]) * key_scale[n];
       if (first + n < count) new_highest = max(new_highest, score[n]);
     }
     const float rescale = FAST_EXP(highest - new_highest);
@@ -236,20 +306,19 @@ FN void attend_blocks(CONSTANT BlockArgs& a, DEVICE const float* q, DEVICE const
     UNROLL for (uint j = 0; j < 8; j++) sum[j] *= rescale;
     UNROLL for (uint n = 0; n < BATCH; n++) {
       const float weight = first + n < count ? FAST_EXP(score[n] - highest) : 0.0f;
-      const float scaled = weight * cache_scale(values + at[n], dim);
+      const float scaled = weight * scale_of(value[n], dim);
       denominator += weight;
       UNROLL for (uint j = 0; j < 8; j += 4) {
         const uint i = 4 * lane + j * 32;
-        float value[4] = {};
-        if (i < dim) load_cached4(values + at[n] + i, value);
-        UNROLL for (uint m = 0; m < 4; m++) sum[j + m] = fma(scaled, value[m], sum[j + m]);
+        float v[4] = {};
+        if (i < dim) load4(value[n], dim, i, v);
+        UNROLL for (uint m = 0; m < 4; m++) sum[j + m] = fma(scaled, v[m], sum[j + m]);
       }
     }
   }
   UNROLL for (uint j = 0; j < 8; j++) sums[sg * MAX_DIM + 4 * lane + j / 4 * 128 + j % 4] = sum[j];
   if (lane == 0) shares[sg] = highest, shares[SIMDS + sg] = denominator;
   BARRIER();
-  if (tid >= dim) return;
   for (uint n = 0; n < SIMDS; n++) highest = max(highest, shares[n]);
   float total = 0;
   denominator = 0;
@@ -258,8 +327,16 @@ FN void attend_blocks(CONSTANT BlockArgs& a, DEVICE const float* q, DEVICE const
     denominator = fma(shares[SIMDS + n], share, denominator);
     total = fma(sums[n * MAX_DIM + tid], share, total);
   }
+  total /= denominator;
+  if (IS_QUANTIZED) {
+    BARRIER();
+    sums[tid] = total;
+    hadamard(dim, tid, SIMDS * 32, sums THREAD_IDS);
+    total = sums[tid];
+  }
+  if (tid >= dim) return;
   const float gate = proj[ulong(token) * a.width + (head * 2 + 1) * dim + tid];
-  y[row + tid] = total / denominator * sigmoid(gate);
+  y[row + tid] = total * sigmoid(gate);
 }
 
 #define ATTEND_BLOCKS(suffix, T)                                                                                       \
@@ -268,8 +345,30 @@ FN void attend_blocks(CONSTANT BlockArgs& a, DEVICE const float* q, DEVICE const
     SHARED(float, sums, SIMDS * MAX_DIM);                                                                              \
     SHARED(float, shares, 2 * SIMDS);                                                                                  \
     AWAIT();                                                                                                           \
-    attend_blocks<T>(a, q, keys, values, tables, selected, proj, y, rows, sums, shares THREAD_IDS);                    \
+    Cache<T> all_keys, all_values;                                                                                     \
+    all_keys.pages = keys, all_values.pages = values;                                                                  \
+    attend_blocks<CacheRow<T>, false>(a, q, all_keys, all_values, tables, selected, proj, y, rows, sums,               \
+                                      shares THREAD_IDS);                                                              \
   }
 
 ATTEND_BLOCKS(, float)
 ATTEND_BLOCKS(_i16, short)
+
+#define ATTEND_QUANT_BLOCKS(suffix, BITS)                                                                              \
+  KERNEL(block_attention##suffix, ARGS(BlockArgs, a), IN(float, q, 1), IN(uchar, keys, 2), IN(uchar, values, 3),       \
+         IN(uint, tables, 4), IN(uint, selected, 5), IN(float, proj, 6), OUT(float, y, 7), IN(SequenceRow, rows, 8),   \
+         IN(float, recent_keys, 9), IN(float, recent_values, 10)) {                                                    \
+    SHARED(float, sums, SIMDS * MAX_DIM);                                                                              \
+    SHARED(float, shares, 2 * SIMDS);                                                                                  \
+    AWAIT();                                                                                                           \
+    const ulong ring = ulong(a.kv_heads) * a.kv_ring_len * a.head_dim;                                                 \
+    const ulong first = a.table_pages != 0 ? rows[tgid.y].sequence * ring : 0;                                         \
+    QuantCache<BITS> all_keys, all_values;                                                                             \
+    all_keys.pages = keys, all_keys.ring = recent_keys + first;                                                        \
+    all_values.pages = values, all_values.ring = recent_values + first;                                                \
+    attend_blocks<QuantCacheRow<BITS>, true>(a, q, all_keys, all_values, tables, selected, proj, y, rows, sums,        \
+                                             shares THREAD_IDS);                                                       \
+  }
+
+ATTEND_QUANT_BLOCKS(_q8, 8)
+ATTEND_QUANT_BLOCKS(_q4, 4)

@@ -3,37 +3,11 @@
 // The most recent positions are also kept in f32, in rings of `ring_len` positions. Queries, keys and values are
 // multiplied by a Hadamard matrix first. The rest works as in attention.metal.
 
-// GROUP: values that share a scale. RECENT_POSITIONS: a query reads at least this many positions from the ring.
-enum { GROUP = 32, RECENT_POSITIONS = 64, MAX_DIM = 256 };
+// GROUP: values that share a scale.
+enum { GROUP = 32, MAX_DIM = 256 };
 // RECENT_SPLIT: number of recent positions in a split. MAX_SPLITS: maximum number of splits of the quantized positions.
 // BATCH: number of positions that are loaded together. PREFETCH_ROWS: number of positions that are prefetched together.
 enum { RECENT_SPLIT = 16, MAX_SPLITS = 256, BATCH = 4, PREFETCH_ROWS = 16, MERGE_THREADS = 512 };
-
-// The first position that a query at `position` reads from the ring of recent positions.
-FN uint recent_start(uint position) {
-  const uint block = position / RECENT_POSITIONS * RECENT_POSITIONS;
-  return block < RECENT_POSITIONS ? 0 : block - RECENT_POSITIONS;
-}
-
-// x = H x / sqrt(n), where n is the largest power of two that divides dim. `threads` threads take part, and this
-// is thread `t`.
-FN void hadamard(uint dim, uint t, uint threads, THREADGROUP float* x THREAD_IDS_PARAM) {
-  uint size = 1;
-  while (dim % (2 * size) == 0) size *= 2;
-  for (uint half_dim = 1; half_dim < size; half_dim *= 2) {
-    BARRIER();
-    for (uint i = t; i < dim / 2; i += threads) {
-      const uint low = i / half_dim * 2 * half_dim + i % half_dim;
-      const float a = x[low], b = x[low + half_dim];
-      x[low] = a + b;
-      x[low + half_dim] = a - b;
-    }
-  }
-  BARRIER();
-  const float factor = 1.0f / sqrt(float(size));
-  for (uint i = t; i < dim; i += threads) x[i] *= factor;
-  BARRIER();
-}
 
 // Rounds half to even. |x| is at most 2^22.
 FN int nearest(float x) { return int(as_type<uint>(x + 12582912.0f) - 0x4b400000u); }

@@ -385,6 +385,35 @@ FN void load_cached4(DEVICE const short* p, THREAD float* v) {
   unpack_cached2(q[1], v + 2);
 }
 
+// Keys and values in 8 or 4 bits: a query reads at least this many positions from the ring of recent positions.
+enum { RECENT_POSITIONS = 64 };
+
+// The first position that a query at `position` reads from the ring of recent positions.
+FN uint recent_start(uint position) {
+  const uint block = position / RECENT_POSITIONS * RECENT_POSITIONS;
+  return block < RECENT_POSITIONS ? 0 : block - RECENT_POSITIONS;
+}
+
+// x = H x / sqrt(n), where n is the largest power of two that divides dim. `threads` threads take part, and this
+// is thread `t`.
+FN void hadamard(uint dim, uint t, uint threads, THREADGROUP float* x THREAD_IDS_PARAM) {
+  uint size = 1;
+  while (dim % (2 * size) == 0) size *= 2;
+  for (uint half_dim = 1; half_dim < size; half_dim *= 2) {
+    BARRIER();
+    for (uint i = t; i < dim / 2; i += threads) {
+      const uint low = i / half_dim * 2 * half_dim + i % half_dim;
+      const float a = x[low], b = x[low + half_dim];
+      x[low] = a + b;
+      x[low + half_dim] = a - b;
+    }
+  }
+  BARRIER();
+  const float factor = 1.0f / sqrt(float(size));
+  for (uint i = t; i < dim; i += threads) x[i] *= factor;
+  BARRIER();
+}
+
 struct AttentionArgs {
   uint tokens, width, heads, kv_heads, dim;
   uint rope_dim;            // leading dimensions that are rotated, in pairs (j, j + rope_dim / 2)

@@ -36,7 +36,7 @@ def file_of(kernel):
     """The file that defines a kernel."""
     files = {"rms_norm": "norm", "gated_rms_norm": "norm", "rows_to_half": "norm", "swiglu": "moe", "split_rows": "linear", "embed": "embedding"}
     files |= {"dequantize": "embedding", "causal_conv": "delta_net"}
-    if kernel.endswith(("_q8", "_q4", "_quant")):
+    if kernel.endswith(("_q8", "_q4", "_quant")) and not kernel.startswith("block_"):
         return "kv_quant"
     for prefix, file in (("gem", "linear"), ("moe_", "moe"), ("gated_delta", "delta_net"), ("attention_prefill", "attention_prefill"), ("block_", "block_attention"), ("index_", "block_attention"), ("stream_", "streams"), ("ngram_", "streams")):
         if kernel.startswith(prefix):

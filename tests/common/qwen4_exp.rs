@@ -1,6 +1,7 @@
 //! The tiny qwen4_exp checkpoint, and the results of transformers for two prompts.
 
-use super::{distance, fixtures::FIXTURES};
+use super::{distance, fixtures::FIXTURES, narrow};
+use moestro::tools::synth::{self, Dimensions, StreamDimensions, SynthOptions};
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use std::{
     collections::{BTreeMap, HashMap},
@@ -56,6 +57,27 @@ pub fn check(what: &str, found: &[f32], expected: &[f32], bound: f32) {
 }
 
 pub type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
+
+/// Writes a synthetic model whose indexer selects blocks with `budget` positions. Its heads have 64 values, which 8-bit
+/// and 4-bit keys need. Returns its directory.
+pub fn synthetic(root: &Path, budget: usize) -> PathBuf {
+    let real = Dimensions::of_flash_next();
+    let streams = StreamDimensions {
+        count: 3,
+        rank: 64,
+        indexer_budget: budget,
+        ngram_width: 256,
+        ngram_rows: 4096,
+        ..real.streams.clone().unwrap()
+    };
+    let dimensions = Dimensions { layers: 4, streams: Some(streams), ..narrow(real) };
+    let out = root.join("model");
+    let (extras, eos_token_ids) = (Vec::new(), vec![298, 296]);
+    let options =
+        SynthOptions { dimensions, seed: 4, router_skew: 0.5, eos_token_ids, shard: 1 << 20, threads: 2, extras };
+    synth::write(&out, &options, &|_| ()).unwrap();
+    out
+}
 
 /// The tensors of the checkpoint without the tensors of the MTP head.
 pub fn tensors() -> Tensors {

@@ -5,7 +5,7 @@
 use crate::{
     forward::common::{
         argmax, decode, forward_with_snapshots, fp8_checkpoint, load_with, prefill,
-        qwen4_exp::{cases, check, dir},
+        qwen4_exp::{cases, check, dir, synthetic},
         qwen4_images,
         sequence_mix::{mix, mixes},
     },
@@ -13,6 +13,7 @@ use crate::{
     gpu::HostGpu,
     host::Host,
 };
+use moestro_compute::ops::KvBits;
 use moestro_model::{
     checkpoint::pack,
     model::{
@@ -170,7 +171,25 @@ fn together(slots: Option<usize>, sharing: usize) -> Qwen {
 /// One launch computes rows of several sequences: selection of blocks, rows of n-gram tables and residual streams.
 #[test]
 fn sequences_together_match_each_alone() {
-    mix(&mut together(None, 12), 3, 320);
+    mix(&mut together(None, 12), 5, 320);
+}
+
+/// Keys and values in 8 bits: the same bytes for any cut and any other sequences, and close to those of the CPU.
+#[test]
+#[ignore = "long: a prompt, twice, and a mix"]
+fn quantized_keys_match_cpu() {
+    let root = tempfile::tempdir().unwrap();
+    let model = synthetic(root.path(), 32);
+    let mut options = LoadOptions { kv_bits: KvBits::Eight, verify: true, ..options(false) };
+    options.plan.parallel = Parallel::Count(12);
+    let ids: Vec<u32> = (0..150u32).map(|n| (n * n * 37 + n * 11 + 5) % 300).collect();
+    let (expected, ..) = prefill(&mut load_with(&model, options.clone()), &ids, 1024);
+    options.gpu = Some(u64::MAX);
+    let mut model = placed(&model, options, HostGpu::new(Host::fast()));
+    let (found, ..) = prefill(&mut model, &ids, 1024);
+    check("8 bits", &found.data, &expected.data, HALF);
+    assert!(prefill(&mut model, &ids, 37).0.data == found.data);
+    mix(&mut model, 1, 300);
 }
 
 #[test]

@@ -22,6 +22,7 @@ mod quantizations;
 mod qwen4_exp;
 mod qwen4_files;
 mod qwen4_images;
+mod qwen4_kv_bits;
 mod qwen4_sequences;
 mod reference;
 mod refusals;

@@ -1,11 +1,10 @@
 //! Compares qwen4_exp with transformers on a tiny checkpoint. Tests the reference and the fast pass, for every split of
 //! the prompt, with and without streaming, with snapshots and rejected drafts.
 
-pub use crate::common::qwen4_exp::{LOGIT, STAGE, Tensors, cases, check, dir, tensors, written};
+pub use crate::common::qwen4_exp::{LOGIT, STAGE, Tensors, cases, check, dir, synthetic, tensors, written};
 
-use crate::common::{self, decode, distance, forward_with_snapshots, load_with, narrow, prefill};
+use crate::common::{self, decode, distance, forward_with_snapshots, load_with, prefill};
 use candle_core::{DType, Device, Tensor};
-use moestro::tools::synth::{self, Dimensions, StreamDimensions, SynthOptions};
 use moestro_base::metrics::Metrics;
 use moestro_compute::device::CpuArithmetic;
 use moestro_engine::{self as engine, DraftPolicy, MtpDraft, Request, Sampling};
@@ -222,12 +221,6 @@ fn wrong_hash_constants_are_refused() {
     }
 }
 
-#[test]
-fn kv_bits_are_refused() {
-    let options = LoadOptions { kv_bits: moestro_compute::ops::KvBits::Eight, ..options() };
-    assert!(refusal(&dir(), &options).contains("--kv-bits"));
-}
-
 /// Checks that wrong values in the configuration change the logits. The values are the function of the output gate, the
 /// end-of-text token that cuts n-grams, the indexer's budget, and the normalisation of the experts' weights.
 #[test]
@@ -418,16 +411,8 @@ fn engine_with_mtp_drafts_keeps_answers() {
 /// this budget, a query attends to all positions. Chunks start and end before, at and after the budget.
 #[test]
 fn synthetic_model_matches_reference_across_budget() {
-    let real = Dimensions::of_flash_next();
-    let streams =
-        StreamDimensions { count: 3, rank: 64, ngram_width: 256, ngram_rows: 4096, ..real.streams.clone().unwrap() };
-    let dimensions = Dimensions { layers: 4, streams: Some(streams), ..narrow(real) };
     let root = tempfile::tempdir().unwrap();
-    let out = root.path().join("model");
-    let (extras, eos_token_ids) = (Vec::new(), vec![298, 296]);
-    let options =
-        SynthOptions { dimensions, seed: 4, router_skew: 0.5, eos_token_ids, shard: 1 << 20, threads: 2, extras };
-    synth::write(&out, &options, &|_| ()).unwrap();
+    let out = synthetic(root.path(), 2048);
     let ids: Vec<u32> = (0..2100u32).map(|n| (n * n * 37 + n * 11 + 5) % 300).collect();
     let reference = Reference::open(&out, Device::Cpu, DType::F64).unwrap().forward(&ids).unwrap();
     let expected = values(&reference.logits);

@@ -29,7 +29,7 @@ use crate::{
 use moestro_base::platform::MAX_BLOCK;
 use moestro_compute::{
     experts::{ExpertMap, PackRecords},
-    ops::{BackendLimits, Cpu, KvBits, KvFormat, attention::RECENT, block_attention, gpu_limits},
+    ops::{BackendLimits, Cpu, KvFormat, attention::RECENT, block_attention, gpu_limits},
 };
 use std::{
     collections::BTreeSet,
@@ -86,11 +86,6 @@ impl CheckpointInfo {
     pub fn unpacked(dir: &Path, options: &LoadOptions) -> Result<Self, ModelError> {
         let mut config = Config::read(dir)?;
         config.use_fewer_experts(options.experts_per_token, options.max_experts_per_token)?;
-        if config.indexer.is_some() && options.kv_bits != KvBits::Sixteen {
-            return Err(ModelError::Config(
-                "--kv-bits is not supported for a model that attends to selected blocks".into(),
-            ));
-        }
         let mut checkpoint = Checkpoint::open(Index::open(dir)?, &config.quantization)?;
         resolve_layout(&mut checkpoint, &mut config)?;
         let mut trunk = TrunkLoader::measure(&checkpoint);

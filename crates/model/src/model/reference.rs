@@ -169,9 +169,10 @@ impl Reference {
         let k = repeat_heads(&k, heads)?;
         let v = repeat_heads(&v, heads)?;
         let o = match (mask, self.kv_bits) {
-            (Some(mask), _) => attend_masked(&q, &k, &v, mask)?,
+            (Some(mask), None) => attend_masked(&q, &k, &v, mask)?,
             (None, None) => attend(&q, &k, &v)?,
-            (None, Some(bits)) => attend_quantized(&q, &k, &v, bits)?,
+            (Some(mask), Some(bits)) => attend_quantized(&q, &k, &v, mask, bits)?,
+            (None, Some(bits)) => attend_quantized(&q, &k, &v, &causal_mask(&q)?, bits)?,
         };
         let gated = (o * sigmoid(&q_gate.narrow(2, dim, dim)?.contiguous()?)?)?;
         let out = self.matrix(&format!("{path}o_proj"), hidden, heads * dim)?;
@@ -348,9 +349,14 @@ pub fn rotate(x: &Tensor, rotated: usize, angles: &[f64]) -> candle_core::Result
 /// `softmax(q k^T / sqrt(dim)) v` for each head, where a token attends to itself and to earlier tokens. All tensors are
 /// `[T, heads, dim]`.
 pub fn attend(q: &Tensor, k: &Tensor, v: &Tensor) -> candle_core::Result<Tensor> {
+    attend_masked(q, k, v, &causal_mask(q)?)
+}
+
+/// The mask with which a token attends to itself and to earlier tokens. `q` is `[T, heads, dim]`.
+fn causal_mask(q: &Tensor) -> candle_core::Result<Tensor> {
     let tokens = q.dim(0)?;
     let seen = (0..tokens).flat_map(|t| (0..tokens).map(move |s| if s <= t { 0.0 } else { f64::NEG_INFINITY }));
-    attend_masked(q, k, v, &constant(seen.collect(), (tokens, tokens), q)?)
+    constant(seen.collect(), (tokens, tokens), q)
 }
 
 /// [`attend`] with a mask `[T, T]` that is added to the scores: 0 for positions that a token attends to, negative
@@ -363,10 +369,10 @@ fn attend_masked(q: &Tensor, k: &Tensor, v: &Tensor, mask: &Tensor) -> candle_co
     o.transpose(0, 1)?.contiguous()
 }
 
-/// [`attend`] with quantized keys and values (`--kv-bits`). Keys and values are multiplied by a Hadamard matrix and
+/// [`attend_masked`] with quantized keys and values (`--kv-bits`). Keys and values are multiplied by a Hadamard matrix and
 /// then rounded. A query at `t` reads positions from `recent_start(t)` on without rounding. All tensors are `[T, heads,
 /// dim]`, and `dim` is a power of two.
-fn attend_quantized(q: &Tensor, k: &Tensor, v: &Tensor, bits: u32) -> candle_core::Result<Tensor> {
+fn attend_quantized(q: &Tensor, k: &Tensor, v: &Tensor, mask: &Tensor, bits: u32) -> candle_core::Result<Tensor> {
     let (tokens, _, dim) = q.dims3()?;
     let sign = |i: usize, j: usize| if (i & j).count_ones().is_multiple_of(2) { 1.0 } else { -1.0 };
     let entries = (0..dim * dim).map(|at| sign(at / dim, at % dim) / (dim as f64).sqrt()).collect();
@@ -379,13 +385,11 @@ fn attend_quantized(q: &Tensor, k: &Tensor, v: &Tensor, bits: u32) -> candle_cor
     let scores = |k: &Tensor| by_head(&q)?.matmul(&by_head(k)?.t()?)? * (dim as f64).powf(-0.5);
 
     let pairs = (0..tokens).flat_map(|t| (0..tokens).map(move |s| (t, s)));
-    let newest = pairs.clone().map(|(t, s)| if s >= recent_start(t) { 1.0 } else { 0.0 });
+    let newest = pairs.map(|(t, s)| if s >= recent_start(t) { 1.0 } else { 0.0 });
     let newest = constant(newest.collect(), (1, tokens, tokens), &q)?;
     let older = newest.affine(-1.0, 1.0)?;
-    let seen = pairs.map(|(t, s)| if s <= t { 0.0 } else { f64::NEG_INFINITY });
-    let mask = constant(seen.collect(), (1, tokens, tokens), &q)?;
     let mixed = (scores(&k)?.broadcast_mul(&newest)? + scores(&rounded(&k, bits)?)?.broadcast_mul(&older)?)?;
-    let weights = softmax_last_dim(&mixed.broadcast_add(&mask)?)?;
+    let weights = softmax_last_dim(&mixed.broadcast_add(mask)?)?;
     let of = |part: &Tensor, v: &Tensor| weights.broadcast_mul(part)?.matmul(&by_head(v)?);
     let o = (of(&newest, &v)? + of(&older, &rounded(&v, bits)?)?)?;
     hadamard(&o.transpose(0, 1)?.contiguous()?)

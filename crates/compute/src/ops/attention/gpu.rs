@@ -133,12 +133,12 @@ impl AttentionShape {
     }
 
     /// The rings of recent positions to bind: those of one sequence or, if `rows` is set, those of all sequences.
-    fn rings(&self, recent: [Region; 2], rows: Option<SequenceRows>) -> [Region; 2] {
+    pub(in crate::ops) fn rings(&self, recent: [Region; 2], rows: Option<SequenceRows>) -> [Region; 2] {
         if rows.is_some() { recent } else { recent.map(|recent| recent.first(self.recent_bytes())) }
     }
 
     /// Chooses the kernel of the cache format. The kernels are for f32, 16 bits, 8 bits and 4 bits.
-    fn kernel(&self, [full, half, eight, four]: [&'static str; 4]) -> &'static str {
+    pub(in crate::ops) fn kernel(&self, [full, half, eight, four]: [&'static str; 4]) -> &'static str {
         match self.format {
             KvFormat::I16 => half,
             KvFormat::Eight => eight,

@@ -213,7 +213,7 @@ impl KvWrite<'_> {
 
 impl AttentionShape {
     /// Checks that the cache can hold rows of this shape.
-    pub(super) fn check(&self, tokens: usize) -> Result<(), DeviceError> {
+    pub(in crate::ops) fn check(&self, tokens: usize) -> Result<(), DeviceError> {
         let Some(bits) = kv_quant::bits(self.format) else { return Ok(()) };
         self.divisible()?;
         match self.recent {

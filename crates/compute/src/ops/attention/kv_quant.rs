@@ -11,7 +11,7 @@
 //! A ring keeps the most recent positions exactly. A query at `p` reads positions from [`recent_start`]`(p)` on from
 //! the ring. This start depends on `p` alone, so a row's result does not depend on when the row is computed.
 
-use super::{GROUP, KvFormat, PAGE, kv_format::row_bytes};
+use super::{GROUP, KvFormat, MAX_HEAD_DIM, PAGE, kv_format::row_bytes};
 use crate::ops::simd::{
     math::{ROUND, rounded},
     wide,
@@ -39,7 +39,7 @@ pub(in crate::ops) fn bits(format: KvFormat) -> Option<usize> {
 wide! {
     /// `x = H x / sqrt(n)` for each `n` values, in place. `H` is the Hadamard matrix of size `n`, the largest power
     /// of two that divides the length. Applying it twice restores the input.
-    pub(super) fn hadamard(x: &mut [f32]) {
+    pub(in crate::ops) fn hadamard(x: &mut [f32]) {
         let size = 1 << x.len().trailing_zeros().min(20);
         for x in x.chunks_exact_mut(size) {
             let mut half = 1;
@@ -117,21 +117,33 @@ pub(super) fn unpack_row(bits: usize, row: &[u8], integers: &mut [i16], scales: 
     }
 }
 
+wide! {
+    /// Dequantizes a row to `to`. The Hadamard transform is not undone.
+    pub(in crate::ops) fn dequantize_row(bits: usize, row: &[u8], to: &mut [f32]) {
+        let mut integers = [0i16; MAX_HEAD_DIM];
+        let mut scales = [0f32; MAX_HEAD_DIM / GROUP];
+        let integers = &mut integers[..to.len()];
+        let scales = &mut scales[..to.len() / GROUP];
+        unpack_row(bits, row, integers, scales);
+        for ((to, integers), scale) in to.chunks_exact_mut(GROUP).zip(integers.chunks_exact(GROUP)).zip(&*scales) {
+            for (to, integer) in to.iter_mut().zip(integers) {
+                *to = f32::from(*integer) * scale;
+            }
+        }
+    }
+}
+
 /// Dequantizes rows of `dim` values. The Hadamard transform is not undone.
 pub(in crate::ops) fn dequantize_rows(bits: usize, rows: &[u8], dim: usize) -> Vec<f32> {
-    let mut values = Vec::new();
-    let mut integers = vec![0; dim];
-    let mut scales = vec![0.0; dim / GROUP];
-    for row in rows.chunks_exact(row_bytes(bits, dim)) {
-        unpack_row(bits, row, &mut integers, &mut scales);
-        values.extend(integers.iter().enumerate().map(|(at, value)| f32::from(*value) * scales[at / GROUP]));
-    }
+    let rows = rows.chunks_exact(row_bytes(bits, dim));
+    let mut values = vec![0.0; rows.len() * dim];
+    rows.zip(values.chunks_exact_mut(dim)).for_each(|(row, to)| dequantize_row(bits, row, to));
     values
 }
 
 /// Quantized rows in pages `[heads, PAGE, row]` that a table lists.
 #[derive(Clone, Copy)]
-pub(super) struct QuantizedKv<'a> {
+pub(in crate::ops) struct QuantizedKv<'a> {
     pub bits: usize,
     pub dim: usize,
     bytes: &'a [u8],

@@ -7,7 +7,10 @@ use crate::{
     ops::{
         AttentionRows, QkNormRope,
         activation::softmax,
-        attention::{KvElement, KvFormat, KvView, PAGE},
+        attention::{
+            KvElement, KvFormat, KvView, PAGE,
+            kv_quant::{self, QuantizedKv, recent_start},
+        },
         cpu::{Cpu, refuse},
         simd::{Vector, float, math::sigmoid, wide},
     },
@@ -15,8 +18,9 @@ use crate::{
 use std::cell::RefCell;
 
 thread_local! {
-    /// Scores of the queries of a task, `[queries, positions]`, and their sums of values, `[queries, padded dim]`.
-    static SCRATCH: RefCell<[Vec<f32>; 2]> = RefCell::default();
+    /// Scores of the queries of a task, `[queries, positions]`, their sums of values, `[queries, padded dim]`, and a row
+    /// of a quantized cache, `[dim]`.
+    static SCRATCH: RefCell<[Vec<f32>; 3]> = RefCell::default();
 }
 
 impl BlockAttentionRows<'_> {
@@ -47,6 +51,7 @@ impl BlockAttention<'_> {
         if tokens == 0 || shape.kv_heads == 0 || !shape.heads.is_multiple_of(shape.kv_heads) {
             return refuse(format!("cannot attend with {tokens} tokens: {shape:?}"));
         }
+        shape.check(tokens)?;
         let pages = cpu.memory.words(self.attention.cache.table).len();
         if pages * PAGE < self.attention.start + tokens {
             return refuse(format!("{pages} pages are too few for position {}", self.attention.start + tokens));
@@ -54,16 +59,17 @@ impl BlockAttention<'_> {
         self.close_blocks(&cpu.memory)?;
         let mut scratch = std::mem::take(&mut cpu.scratch.selection);
         self.select(cpu, &mut scratch);
-        match shape.format {
+        match shape.recent.map_or(shape.format, |ring| ring.format) {
             KvFormat::F32 => self.attend::<f32>(cpu, &scratch.selected),
             KvFormat::I16 => self.attend::<i16>(cpu, &scratch.selected),
-            other => return refuse(format!("attention to blocks does not support the cache format {other:?}")),
+            other => return refuse(format!("the CPU does not support the cache format {other:?}")),
         }
         cpu.scratch.selection = scratch;
         Ok(())
     }
 
-    /// Attends to `selected`, `[tokens, blocks]`, and to each query's open block.
+    /// Attends to `selected`, `[tokens, blocks]`, and to each query's open block. `T` is the format of the cache or, if
+    /// the cache is quantized, of the ring of recent positions.
     fn attend<T: KvElement>(&self, cpu: &Cpu, selected: &[u32]) {
         let op = &self.attention;
         let memory = &cpu.memory;
@@ -75,7 +81,11 @@ impl BlockAttention<'_> {
         let proj = memory.floats(op.proj.floats(tokens * shape.width()));
         let y = memory.floats_mut(op.y.floats(tokens * shape.heads * dim));
         let caches = [op.cache.keys, op.cache.values].map(|cache| memory.bytes(cache));
+        let rings = op.cache.recent.map(|ring| memory.bytes(ring));
         let table = memory.words(op.cache.table);
+        let quantized = kv_quant::bits(shape.format)
+            .map(|bits| caches.map(|cache| QuantizedKv::new(bits, cache, table, shape.kv_heads, dim)));
+        let capacity = shape.recent.map_or(PAGE, |ring| ring.capacity);
         let group = shape.heads / shape.kv_heads;
         // With few rows, each query head is a task. Otherwise the query heads that share a key head are one task.
         let heads = if tokens * shape.kv_heads < 4 * threads.count() { 1 } else { group };
@@ -88,32 +98,56 @@ impl BlockAttention<'_> {
             let blocks = &selected[token * self.indexer.blocks..][..chosen];
             let runs = blocks.iter().map(|block| *block as usize * ratio..(*block as usize + 1) * ratio);
             let runs = runs.chain(std::iter::once(closed * ratio..position + 1));
-            let rows = |cache: usize| {
-                runs.clone().flatten().map(move |at| {
-                    let view = KvView::<T>::at(caches[cache], Some(table), [shape.kv_heads, PAGE, dim], at);
-                    view.row(head / group, at)
-                })
+            let positions = runs.flatten();
+            // A row of the cache or of the ring. `None` if the row is quantized.
+            let row = |cache: usize, at: usize| {
+                let sizes = [shape.kv_heads, capacity, dim];
+                match quantized {
+                    None => Some(KvView::<T>::at(caches[cache], Some(table), sizes, at).row(head / group, at)),
+                    Some(_) if at < recent_start(position) => None,
+                    Some(_) => Some(KvView::<T>::at(rings[cache], None, sizes, at).row(head / group, at)),
+                }
             };
-            SCRATCH.with_borrow_mut(|[scores, sums]| {
+            let dequantize = |cache: usize, at: usize, to: &mut [f32]| {
+                if let Some(cache) = quantized.map(|caches| caches[cache]) {
+                    kv_quant::dequantize_row(cache.bits, cache.rows(head / group, at, 1), to);
+                }
+            };
+            SCRATCH.with_borrow_mut(|[scores, sums, dequantized]| {
+                dequantized.resize(dim, 0.0);
                 let count = chosen * ratio + (position + 1 - closed * ratio);
                 scores.resize(heads * count, 0.0);
                 let padded = dim.next_multiple_of(16);
                 sums.clear();
                 sums.resize(heads * padded, 0.0);
                 let q = &q[(token * shape.heads + head) * dim..][..heads * dim];
-                for (at, key) in rows(0).enumerate() {
-                    score_row(key, q, dim, scores, at, count);
+                for (index, at) in positions.clone().enumerate() {
+                    if let Some(key) = row(0, at) {
+                        score_row(key, q, dim, scores, index, count);
+                    } else {
+                        dequantize(0, at, dequantized);
+                        score_row::<f32>(dequantized, q, dim, scores, index, count);
+                    }
                 }
                 for scores in scores.chunks_exact_mut(count) {
                     softmax(scores, 1.0 / (dim as f32).sqrt());
                 }
-                for (at, value) in rows(1).enumerate() {
-                    add_row(value, scores, at, count, sums, padded);
+                for (index, at) in positions.enumerate() {
+                    if let Some(value) = row(1, at) {
+                        add_row(value, scores, index, count, sums, padded);
+                    } else {
+                        dequantize(1, at, dequantized);
+                        add_row::<f32>(dequantized, scores, index, count, sums, padded);
+                    }
                 }
                 for (index, y) in y.chunks_exact_mut(dim).enumerate() {
                     let gate = &proj[token * shape.width() + (2 * (head + index) + 1) * dim..][..dim];
-                    for ((y, sum), gate) in y.iter_mut().zip(&sums[index * padded..]).zip(gate) {
-                        *y = sum * sigmoid(*gate);
+                    y.copy_from_slice(&sums[index * padded..][..dim]);
+                    if quantized.is_some() {
+                        kv_quant::hadamard(y);
+                    }
+                    for (y, gate) in y.iter_mut().zip(gate) {
+                        *y *= sigmoid(*gate);
                     }
                 }
             });

@@ -5,12 +5,13 @@
 use super::{BlockAttention, BlockAttentionRows, IndexerShape};
 use crate::{
     device::{Binding, DeviceError, Launch, Region, SkipUse},
-    ops::{QkNormRope, SequenceRows, attention::KvFormat},
+    ops::{QkNormRope, SequenceRows},
 };
 
 impl IndexerShape {
     /// The kernels with the largest threadgroups.
-    pub const WIDE_KERNELS: [&'static str; 3] = ["index_select", "block_attention", "block_attention_i16"];
+    pub const WIDE_KERNELS: [&'static str; 5] =
+        ["index_select", "block_attention", "block_attention_i16", "block_attention_q8", "block_attention_q4"];
     /// Number of threads of these threadgroups.
     pub const THREADS: u32 = 256;
 
@@ -88,6 +89,7 @@ impl BlockAttention<'_> {
         args.extend([shape.width(), shape.heads, shape.kv_heads, shape.dim].map(|word| word as u32));
         args.push(scale(shape.dim));
         args.push(rows.map_or(0, |_| shape.pages() as u32));
+        args.push(shape.recent.map_or(0, |recent| recent.capacity as u32));
         args
     }
 
@@ -126,7 +128,7 @@ impl BlockAttention<'_> {
             Binding::write(scores),
             sequences,
         ];
-        let attend = vec![
+        let mut attend = vec![
             Binding::read(attention.q.floats(values)),
             Binding::read(attention.cache.keys),
             Binding::read(attention.cache.values),
@@ -136,7 +138,11 @@ impl BlockAttention<'_> {
             Binding::write(attention.y.floats(values)),
             sequences,
         ];
-        let kernel = if shape.format == KvFormat::I16 { "block_attention_i16" } else { "block_attention" };
+        if shape.recent.is_some() {
+            attend.extend(shape.rings(attention.cache.recent, of_rows).map(Binding::read));
+        }
+        let kernel =
+            shape.kernel(["block_attention", "block_attention_i16", "block_attention_q8", "block_attention_q4"]);
         [
             launch("index_rows", keys, [indexer.heads as u32 + 1, rows], 32),
             launch("index_scores", score, [self.stride(of_rows).div_ceil(128) as u32, rows], 128),

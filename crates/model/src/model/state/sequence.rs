@@ -180,11 +180,16 @@ pub fn kv_shape(config: &Config, limits: &BackendLimits, bits: KvBits, context: 
     AttentionShape { format: quantized, recent: Some(RecentRing { capacity, format: limits.recent_format }), ..shape }
 }
 
-/// Number of bytes of the keys and values of one token in all layers.
+/// Number of bytes of one token in all attention layers: its keys and values, and its part of the block keys.
 pub fn kv_bytes_per_token(config: &Config, format: KvFormat) -> u64 {
-    let a = &config.attention;
     let index = config.indexer.map_or(0, |indexer| indexer.key_bytes(PAGE).div_ceil(PAGE));
-    (config.full_layers() * (2 * a.kv_heads * format.row_bytes(a.dim) + index)) as u64
+    keys_and_values(config, format) + (config.full_layers() * index) as u64
+}
+
+/// Number of bytes of the keys and values of one token in all layers.
+fn keys_and_values(config: &Config, format: KvFormat) -> u64 {
+    let a = &config.attention;
+    (config.full_layers() * 2 * a.kv_heads * format.row_bytes(a.dim)) as u64
 }
 
 /// For each ring: its number of rows, floats per row, and the rows that snapshots keep.
@@ -224,7 +229,7 @@ fn kept_tokens(config: &Config) -> usize {
 /// Number of bytes of the recent positions in a snapshot of a cache with 8 or 4 bits. Snapshots store recent positions
 /// in the format of the ring.
 pub fn recent_snapshot_bytes(config: &Config, shape: &AttentionShape) -> u64 {
-    shape.recent.map_or(0, |recent| 2 * RECENT as u64 * kv_bytes_per_token(config, recent.format))
+    shape.recent.map_or(0, |recent| 2 * RECENT as u64 * keys_and_values(config, recent.format))
 }
 
 /// Number of bytes of the states of all delta nets in one sequence.

@@ -3,7 +3,7 @@
 use crate::{
     device::{DeviceError, Driver, Region},
     ops::{
-        Attention, AttentionShape, Backend, KvCache, KvFormat, KvWrite, QkNormRope,
+        Attention, AttentionShape, Backend, KvCache, KvFormat, KvWrite, QkNormRope, RecentRing,
         attention::PAGE,
         block_attention::{BlockAttention, IndexCache, IndexerShape},
         check::{CLOSE, KernelCheck, difference},
@@ -14,6 +14,8 @@ use crate::{
 const CONTEXT: usize = 320;
 /// Maximum number of rows in one call.
 const MAX_CALL: usize = 210;
+/// Number of recent positions that a quantized cache also has exactly.
+const RING: usize = 384;
 /// Maximum number of rows in one part of a call. The rows of a part are launched together.
 const MAX_PART: usize = 60;
 
@@ -24,6 +26,9 @@ pub fn cases(b: &mut KernelCheck<'_, impl Driver>) -> Result<(), DeviceError> {
     let calls = [11, 36, 1, 1, 1, 210, 1, 1, 1, 1];
     case(b, &shape, KvFormat::F32, &calls, false)?;
     case(b, &shape, KvFormat::I16, &calls[..3], false)?;
+    // The last rows attend to blocks before, in and across the start of the recent positions.
+    case(b, &IndexerShape { blocks: 40, ..shape }, KvFormat::Eight, &[200, 30, 1], false)?;
+    case(b, &IndexerShape { blocks: 40, ..shape }, KvFormat::Four, &[200, 1], false)?;
     // There are only three different block keys. Therefore many blocks have the lowest selected score.
     case(b, &shape, KvFormat::F32, &[100, 1], true)?;
     // About half of the scores are 0, and more than half are selected. The last lanes of a product are empty.
@@ -45,12 +50,16 @@ fn case(
 ) -> Result<(), DeviceError> {
     let heads = 4;
     let kv_heads = 2;
-    let dim = 40;
+    let is_quantized = matches!(format, KvFormat::Eight | KvFormat::Four);
+    let dim = if is_quantized { 64 } else { 40 };
     let rope_dim = indexer.rope_dim;
-    let shape = &AttentionShape { heads, kv_heads, dim, rope_dim, eps: 1e-6, context: CONTEXT, format, recent: None };
+    let recent = is_quantized.then_some(RecentRing { capacity: RING, format: KvFormat::F32 });
+    let shape = &AttentionShape { heads, kv_heads, dim, rope_dim, eps: 1e-6, context: CONTEXT, format, recent };
     let table = b.words(&[1, 0])?;
-    let mut cache = || b.bytes(&vec![0; shape.cache_bytes()]);
-    let cache = KvCache { keys: cache()?, values: cache()?, table, recent: Default::default() };
+    let mut zeros = |bytes: usize| b.bytes(&vec![0; bytes]);
+    let [keys, values] = [zeros(shape.cache_bytes())?, zeros(shape.cache_bytes())?];
+    let recent = [zeros(shape.recent_bytes())?, zeros(shape.recent_bytes())?];
+    let cache = KvCache { keys, values, table, recent };
     let index_cache = IndexCache {
         keys: b.bytes(&vec![0; shape.pages() * indexer.key_bytes(PAGE)])?,
         recent: b.bytes(&vec![0; (MAX_CALL + indexer.ratio) * indexer.recent_width() * 4])?,
@@ -81,7 +90,7 @@ fn case(
         let write = KvWrite { shape, start, tokens, proj, norm_rope: norm_rope(0), q, cache };
         b.cpu.execute(&write.into())?;
         // Both devices attend over the CPU's queries, keys and values.
-        for region in [q, cache.keys, cache.values] {
+        for region in [q, cache.keys, cache.values, cache.recent[0], cache.recent[1]] {
             let mut bytes = vec![0; region.len];
             b.cpu.read(region, &mut bytes)?;
             b.gpu.write(region, &bytes)?;

@@ -3,8 +3,9 @@
 use crate::{
     device::{DeviceError, Driver},
     ops::{
+        SequenceRows,
         check::KernelCheck,
-        ngram::{InjectShape, InjectWeights, NgramInject},
+        ngram::{InjectShape, InjectWeights, NgramInject, NgramInjectRows},
     },
 };
 
@@ -28,5 +29,12 @@ pub fn cases(b: &mut KernelCheck<'_, impl Driver>) -> Result<(), DeviceError> {
         b.check(op, &[gates, history, streams], &[])?;
         start += tokens;
     }
-    Ok(())
+    // Row 0 belongs to sequence 1, row 1 to sequence 0.
+    let rows = SequenceRows { starts: [2, 21], table: b.words(&[1, 21, 0, 2])? };
+    let history = b.random(2 * shape.capacity * width)?;
+    let proj = b.random(2 * (width + shape.hidden))?;
+    let streams = b.random(2 * width)?;
+    let gates = b.buffer(2 * shape.streams)?;
+    let inject = NgramInject { shape, weights, start: 0, tokens: 2, proj, gates, history, streams };
+    b.check(NgramInjectRows { inject, rows }, &[gates, history, streams], &[])
 }
