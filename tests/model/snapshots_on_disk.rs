@@ -1,13 +1,13 @@
 //! Snapshots of any length survive the disk: after eviction from memory, and after a restart with another model.
 
 use crate::{
-    common::{Dice, fixtures::Folded, forward_with_snapshots, load_with, qwen4_exp},
+    common::{Dice, ask, fixtures::Folded, forward_with_snapshots, load_with, qwen4_exp},
     qwen4_exp::edited,
 };
 use moestro_base::metrics::Metrics;
 use moestro_compute::ops::KvBits;
 use moestro_engine::{
-    DiskCacheOptions,
+    self as engine, Boundary, BoundaryKind, DiskCacheOptions, Request, Sampling,
     prompt_cache::{PromptCache, SnapshotKind, SnapshotSource},
 };
 use moestro_model::model::{LoadOptions, Model, PAGE, Qwen, Rows, Snapshot};
@@ -117,4 +117,42 @@ fn snapshots_survive_at_any_length() {
 #[test]
 fn snapshots_survive_at_every_page_remainder() {
     check_family("qwen4_exp", &qwen4_exp::dir(), KvBits::Sixteen, &(1..=PAGE).collect::<Vec<_>>());
+}
+
+/// Twenty turns of an agent. The server restarts after half of them. Except for new tokens, a turn computes only the last
+/// token of the answer before it, which no pass has evaluated.
+#[test]
+fn agent_with_restart_computes_new_tokens_once() {
+    let cache_dir = tempfile::tempdir().unwrap();
+    let start = || {
+        let mut options = LoadOptions { threads: Some(2), ..LoadOptions::default() };
+        (options.plan.context, options.plan.prompt_cache) = (Some(8192), Some(64 << 20));
+        let disk = DiskCacheOptions { dir: cache_dir.path().into(), limit: 1 << 30, key: "a model".into() };
+        let options_of_engine =
+            engine::Options { prompt_cache: 64 << 20, disk_cache: Some(disk), ..engine::Options::default() };
+        engine::spawn(load_with(&qwen4_exp::dir(), options), options_of_engine, Metrics::new("test", "cpu")).unwrap()
+    };
+    let (mut running, mut dice) = (start(), Dice(11));
+    let mut ids: Vec<u32> = (0..400).map(|_| dice.roll(300) as u32).collect();
+    let mut boundaries = vec![Boundary { at: ids.len(), kind: BoundaryKind::System }];
+    let (mut computed, mut new) = (0, ids.len());
+    for turn in 0..20 {
+        if turn == 10 {
+            drop(running.0);
+            running.1.join().unwrap();
+            running = start();
+        }
+        let message = 100 + dice.roll(100);
+        ids.extend((0..message).map(|_| dice.roll(300) as u32));
+        new += message;
+        boundaries.push(Boundary { at: ids.len(), kind: BoundaryKind::Message });
+        let request = Request { boundaries: boundaries.clone(), ..Request::new(ids.clone(), 20, Sampling::greedy()) };
+        let (answer, end) = ask(&running.0, request);
+        let cached = end.unwrap().1.cached_tokens;
+        assert!(turn == 0 || cached > 0, "turn {turn}");
+        computed += ids.len() - cached;
+        ids.extend(answer);
+    }
+    println!("{computed} computed, {new} new");
+    assert!(computed * 100 <= new * 101, "{computed} of {new}");
 }
