@@ -10,8 +10,11 @@
 //! Buffers use shared storage and no hazard tracking, since [`CommandQueue`](super::CommandQueue) tracks hazards
 //! itself. Our threads have no autorelease pool, so every call that may create autoreleased objects opens a pool.
 
+mod exception;
 mod library;
 mod resident_buffers;
+
+pub use exception::catch_exception;
 
 use super::{
     CommandStatus, DeviceError, Driver, Launch, Region, ResidencySets, Slab,
@@ -32,10 +35,7 @@ use objc2_metal::{
     MTLResource, MTLResourceUsage, MTLSharedEvent, MTLSize,
 };
 use resident_buffers::ResidentBuffers;
-use std::{
-    collections::BTreeMap, ffi::c_void, mem, ops::Range, panic::AssertUnwindSafe, ptr::NonNull, sync::Arc,
-    time::Duration,
-};
+use std::{collections::BTreeMap, ffi::c_void, mem, ops::Range, ptr::NonNull, sync::Arc, time::Duration};
 
 // Without CoreGraphics, the system returns no default GPU to a program without a window.
 #[link(name = "CoreGraphics", kind = "framework")]
@@ -93,14 +93,6 @@ impl Drop for MetalEncoder {
     fn drop(&mut self) {
         self.encoder.endEncoding();
     }
-}
-
-/// Runs `work` and turns an Objective-C exception into an error.
-pub fn catch_exception<R>(work: impl FnOnce() -> R) -> Result<R, DeviceError> {
-    objc2::exception::catch(AssertUnwindSafe(work)).map_err(|exception| {
-        let what = exception.map_or_else(|| "no description".into(), |exception| exception.to_string());
-        DeviceError(format!("Metal has thrown an exception: {what}"))
-    })
 }
 
 /// True on macOS 15 and later with a GPU whose residency sets work.

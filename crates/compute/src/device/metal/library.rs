@@ -9,7 +9,7 @@
 use crate::device::{
     DeviceError,
     kernels::{self, CompiledKernels, FileKernels},
-    metal::catch_exception,
+    metal::exception::catch_exception,
 };
 use candle_metal_kernels::metal::Device;
 use objc2::{
