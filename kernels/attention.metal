@@ -1,16 +1,15 @@
 // Gated attention between its projections, for decoding, over f32 or 16-bit keys and values.
 //
-// A row of `proj` holds the query and the gate of each query head, then the keys, then the values of the kv heads. The
-// cache consists of pages [kv_heads, PAGE, dim]. Keys in the cache are normed and rotated.
+// A row of `proj` holds the query and the gate of each query head, then the keys, then the values of the kv heads. Keys
+// in the cache are normed and rotated.
 //
 //   qk_norm_rope              norms and rotates queries and keys, and writes keys and values to the cache
 //   attention_decode_*        flash-decoding: attention over one split of the positions
 //   attention_decode_tiles    the same on matrix units
 //   attention_merge           merges the splits and applies the gate
 
-// BATCH: number of positions that are loaded together. PREFETCH_ROWS: number of positions that are prefetched ahead.
-// More prefetched positions would evict cache lines that other threads need. MERGE_SIMDS: simdgroups that merge a head.
-enum { MAX_SPLITS = 512, MAX_DIM = 256, BATCH = 4, PREFETCH_ROWS = 8, MERGE_SIMDS = 16 };
+// MERGE_SIMDS: simdgroups that merge a head. MAX_SIMDS: most simdgroups that share the positions of a split.
+enum { MAX_SPLITS = 512, MAX_DIM = 256, MERGE_SIMDS = 16, MAX_SIMDS = 4 };
 
 // Positions per split for a query at `position`. Small splits fill the device. The size doubles until there are at most
 // MAX_SPLITS splits.
@@ -20,14 +19,14 @@ FN uint split_size(CONSTANT AttentionArgs& a, uint position) {
   return size;
 }
 
-// Stores a row of the cache. A lane has the values of columns lane, lane + 32, ...
-FN void store_row(DEVICE float* row, uint dim, THREAD const float* v THREAD_IDS_PARAM) {
+// Stores a row of a block. A lane has the values of columns lane, lane + 32, ...
+FN void store_row(DEVICE float* block, uint row, uint dim, THREAD const float* v THREAD_IDS_PARAM) {
   UNROLL for (uint j = 0; j < MAX_DIM / 32; j++)
-    if (lane + 32 * j < dim) row[lane + 32 * j] = v[j];
+    if (lane + 32 * j < dim) block[row * dim + lane + 32 * j] = v[j];
 }
 // As on the CPU, the largest magnitude becomes 32639. Adding 1.5 * 2^23 leaves the rounded value as an integer in the
 // low bits.
-FN void store_row(DEVICE short* row, uint dim, THREAD const float* v THREAD_IDS_PARAM) {
+FN void store_row(DEVICE short* block, uint row, uint dim, THREAD const float* v THREAD_IDS_PARAM) {
   const float levels = 32639.0f, rounding = 12582912.0f;
   // Bit patterns of magnitudes have the same order as the magnitudes, and NaN is the largest.
   uint max_bits = 0;
@@ -39,9 +38,10 @@ FN void store_row(DEVICE short* row, uint dim, THREAD const float* v THREAD_IDS_
   const float inverse = is_zero ? 0.0f : levels / max_abs;
   UNROLL for (uint j = 0; j < MAX_DIM / 32; j++)
     if (lane + 32 * j < dim)
-      row[lane + 32 * j] = short(is_zero ? 0 : as_type<uint>(v[j] * inverse + rounding) - as_type<uint>(rounding));
+      block[row * dim + lane + 32 * j] =
+          short(is_zero ? 0 : as_type<uint>(v[j] * inverse + rounding) - as_type<uint>(rounding));
   const uint scale = is_finite ? as_type<uint>(is_zero ? 0.0f : max_abs / levels) : 0x7fc00000u;
-  if (lane == 0) *(DEVICE uint*)(row + dim) = scale;
+  if (lane == 0) ((DEVICE uint*)(block + PAGE * dim))[row] = scale;
 }
 
 // Norms and rotates query and key heads. Writes keys and values to the cache at the rows' positions, and queries to
@@ -59,12 +59,12 @@ FN void norm_rope(CONSTANT AttentionArgs& a, DEVICE const float* proj, DEVICE co
   const uint position = row_position(a, rows, token);
   const ulong to =
       query ? (ulong(token) * a.heads + head) * a.dim
-            : page_row(row_table(a, rows, table, token), a.kv_heads, kv, position) * cache_pitch(keys, a.dim);
+            : page_block(row_table(a, rows, table, token), a.kv_heads, kv, position) * block_size(keys, a.dim);
   float v[MAX_DIM / 32] = {};
   if (value) {
     UNROLL for (uint j = 0; j < MAX_DIM / 32; j++)
       if (lane + 32 * j < a.dim) v[j] = row[lane + 32 * j];
-    store_row(values + to, a.dim, v THREAD_IDS);
+    store_row(values + to, position % PAGE, a.dim, v THREAD_IDS);
     return;
   }
   DEVICE const float* w = query ? q_norm : k_norm;
@@ -84,31 +84,69 @@ FN void norm_rope(CONSTANT AttentionArgs& a, DEVICE const float* proj, DEVICE co
     }
     if (query) q[to + i] = v[n];
   }
-  if (!query) store_row(keys + to, a.dim, v THREAD_IDS);
+  if (!query) store_row(keys + to, position % PAGE, a.dim, v THREAD_IDS);
 }
 
-// Prefetches BATCH rows of keys and values from row `p` of a page.
-template <class T> FN void prefetch_kv(DEVICE const T* keys, DEVICE const T* values, uint p, uint left, uint pitch) {
-  const uint bytes = min(uint(BATCH), left) * pitch * sizeof(T);
-  PREFETCH(keys + ulong(p) * pitch, bytes);
-  PREFETCH(values + ulong(p) * pitch, bytes);
+// Prefetches `count` rows from row `row` of two blocks.
+template <class T> FN void prefetch_kv(DEVICE const T* keys, DEVICE const T* values, uint row, uint count, uint dim) {
+  PREFETCH(keys + row * dim, count * dim * sizeof(T));
+  PREFETCH(values + row * dim, count * dim * sizeof(T));
+}
+FN void prefetch_scales(DEVICE const float*, uint, uint, uint) {}
+FN void prefetch_scales(DEVICE const short* block, uint row, uint count, uint dim) {
+  PREFETCH((DEVICE const float*)(block + PAGE * dim) + row, count * 4);
 }
 
-// The column of a lane's value `j`. A lane loads 16 bytes of floats or 4 bytes of integers at a time, adjacent to the
-// bytes of the next lane.
-FN uint lane_column(DEVICE const float*, uint j THREAD_IDS_PARAM) { return 4 * lane + j / 4 * 128 + j % 4; }
-FN uint lane_column(DEVICE const short*, uint j THREAD_IDS_PARAM) { return 2 * lane + j / 2 * 64 + j % 2; }
+// The column of a lane's value `j`. With FULL, a lane has adjacent integers, which it loads at once. Otherwise a lane
+// loads four columns at a time, adjacent to those of the next lane.
+template <uint COLUMNS, bool FULL> FN uint lane_column(DEVICE const float*, uint j THREAD_IDS_PARAM) {
+  return 4 * lane + j / 4 * 128 + j % 4;
+}
+template <uint COLUMNS, bool FULL> FN uint lane_column(DEVICE const short*, uint j THREAD_IDS_PARAM) {
+  return FULL ? COLUMNS * lane + j : 4 * lane + j / 4 * 128 + j % 4;
+}
+// The place of that column in a row of `partials`. Lanes store adjacent integers apart, so that one store of all lanes
+// writes adjacent floats.
+template <uint COLUMNS, bool FULL> FN uint partial_place(DEVICE const float* keys, uint j THREAD_IDS_PARAM) {
+  return lane_column<COLUMNS, FULL>(keys, j THREAD_IDS);
+}
+template <uint COLUMNS, bool FULL> FN uint partial_place(DEVICE const short* keys, uint j THREAD_IDS_PARAM) {
+  return FULL ? 32 * j + lane : lane_column<COLUMNS, FULL>(keys, j THREAD_IDS);
+}
 
-// Loads a lane's columns of a row, without its scale. A row has 32 * COLUMNS columns, or fewer without FULL.
+// Loads a lane's columns of a row, packed, without its scale. A row has 32 * COLUMNS columns, or fewer without FULL.
 template <uint COLUMNS, bool FULL>
-FN void load_columns(DEVICE const float* row, uint dim, THREAD float* v THREAD_IDS_PARAM) {
-  UNROLL for (uint j = 0; j < COLUMNS; j += 4)
-    if (FULL || 4 * lane + j * 32 < dim) load_cached4(row + 4 * lane + j * 32, v + j);
+FN void load_columns(DEVICE const float* row, uint dim, THREAD uint* words THREAD_IDS_PARAM) {
+  UNROLL for (uint j = 0; j < COLUMNS; j += 4) {
+    if (!FULL && 4 * lane + j * 32 >= dim) continue;
+    const uint4 q = LOAD((DEVICE const uint4*)(row + 4 * lane + j * 32));
+    words[j] = q.x, words[j + 1] = q.y, words[j + 2] = q.z, words[j + 3] = q.w;
+  }
 }
 template <uint COLUMNS, bool FULL>
-FN void load_columns(DEVICE const short* row, uint dim, THREAD float* v THREAD_IDS_PARAM) {
-  UNROLL for (uint j = 0; j < COLUMNS; j += 2)
-    if (FULL || 2 * lane + j * 32 < dim) unpack_cached2(*(DEVICE const uint*)(row + 2 * lane + j * 32), v + j);
+FN void load_columns(DEVICE const short* row, uint dim, THREAD uint* words THREAD_IDS_PARAM) {
+  if (FULL && COLUMNS == 8) {
+    const uint4 q = LOAD((DEVICE const uint4*)(row + 8 * lane));
+    words[0] = q.x, words[1] = q.y, words[COLUMNS / 2 - 2] = q.z, words[COLUMNS / 2 - 1] = q.w;
+    return;
+  }
+  UNROLL for (uint j = 0; j < COLUMNS; j += 4) {
+    if (!FULL && 4 * lane + j * 32 >= dim) continue;
+    const uint2 q = LOAD((DEVICE const uint2*)(row + 4 * lane + j * 32));
+    words[j / 2] = q.x, words[j / 2 + 1] = q.y;
+  }
+}
+template <uint COLUMNS> FN void unpack_columns(DEVICE const float*, THREAD const uint* words, THREAD float* v) {
+  UNROLL for (uint j = 0; j < COLUMNS; j++) v[j] = as_type<float>(words[j]);
+}
+template <uint COLUMNS> FN void unpack_columns(DEVICE const short*, THREAD const uint* words, THREAD float* v) {
+  UNROLL for (uint j = 0; j < COLUMNS; j += 2) unpack_cached2(words[j / 2], v + j);
+}
+
+// Loads the scale of a row of a block.
+FN float load_scale(DEVICE const float*, uint, uint THREAD_IDS_PARAM) { return 1; }
+FN float load_scale(DEVICE const short* block, uint dim, uint row THREAD_IDS_PARAM) {
+  return LOAD((DEVICE const float*)(block + PAGE * dim) + row);
 }
 
 // The row to load for position `n` of a batch of which positions 0 to `last` exist. Later positions have no weight, but
@@ -116,89 +154,154 @@ FN void load_columns(DEVICE const short* row, uint dim, THREAD float* v THREAD_I
 FN uint row_of_batch(DEVICE const float*, uint n, uint last) { return min(n, last); }
 FN uint row_of_batch(DEVICE const short*, uint n, uint) { return n; }
 
-// Attention over one split of the positions, for all query heads of one kv head: a softmax without normalisation.
+// Adds COUNT values, a power of two, over all lanes. Lane l receives the sum of value l / (32 / COUNT). The order of
+// the additions is that of CUDA's SIMD_SUM, but there are fewer exchanges.
+template <uint COUNT> FN float sum_values(THREAD float* v THREAD_IDS_PARAM) {
+  UNROLL for (uint mask = 16; mask > 0; mask /= 2) {
+    const uint half_count = COUNT * mask / 32;
+    if (half_count == 0) {
+      v[0] += SIMD_XOR(v[0], mask);
+      continue;
+    }
+    const bool upper = (lane & mask) != 0;
+    UNROLL for (uint i = 0; i < half_count; i++) {
+      const float kept = upper ? v[i + half_count] : v[i], sent = upper ? v[i] : v[i + half_count];
+      v[i] = kept + SIMD_XOR(sent, mask);
+    }
+  }
+  return v[0];
+}
+
+// Attention over one split of the positions: a softmax without normalisation.
 //
-// Each simdgroup has HEADS query heads, and all simdgroups read the same keys at about the same time. `partials`
-// [tokens, heads, splits, dim + 2] receives the weighted sum of values, the largest score and the denominator. The
-// start of a split depends only on the query's position, so a row's result does not depend on the other rows. Grid
-// (splits, kv_heads, tokens), 32 threads per two query heads of a kv head, or per query head if a kv head has an odd
-// number of query heads. With FULL, a head has 32 * COLUMNS dimensions, which the compiler then knows.
-template <class T, uint COLUMNS, uint HEADS, bool FULL>
+// Each simdgroup has HEADS query heads of one kv head. PARTS simdgroups share the same heads: each has every PARTS-th
+// batch of BATCH positions. So up to four query heads read a key once. A lane computes the weight of one position for
+// one head, so that no exponential is computed twice. At the end, each part joins the results of some of the heads.
+// `partials` [tokens, heads, splits, dim + 2] receives the weighted sum of values, the largest score and the
+// denominator. The start of a split depends only on the query's position, so a row's result does not depend on the
+// other rows. With FULL, a head has 32 * COLUMNS dimensions, which the compiler then knows.
+//
+// Grid (splits, threadgroups, tokens). A threadgroup has `sets` sets of heads, and PARTS simdgroups for each set: one
+// or two sets with two parts, or all sets of a kv head with one part. `joined` and `shares` are threadgroup memory.
+template <class T, uint COLUMNS, uint HEADS, uint PARTS, bool FULL>
 FN void attend_split(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE const T* keys, DEVICE const T* values,
-                     DEVICE const uint* tables, DEVICE const SequenceRow* rows,
-                     DEVICE float* partials THREAD_IDS_PARAM) {
-  const uint groups = a.heads / a.kv_heads, simds = groups / HEADS, token = tgid.z, head = tgid.y * groups + sg * HEADS;
+                     DEVICE const uint* tables, DEVICE const SequenceRow* rows, DEVICE float* partials,
+                     THREADGROUP float* joined, THREADGROUP float* shares THREAD_IDS_PARAM) {
+  // BATCH: number of positions that are loaded together. PREFETCH_ROWS: number of positions that are prefetched ahead.
+  // More prefetched positions would evict cache lines that other threads need.
+  enum : uint { BATCH = HEADS < 3 ? 4 : 2, STRIDE = PARTS * BATCH, PREFETCH_ROWS = 2 * STRIDE };
+  // SCORES: scores of a batch, with a fourth head if HEADS is 3. HEAD_LANES: lanes of a head; the first one counts.
+  enum : uint { SCORES = (HEADS == 3 ? 4 : HEADS) * BATCH, HEAD_LANES = 32 * BATCH / SCORES };
+  enum : uint { WORDS = COLUMNS * sizeof(T) / 4, SHARE = (HEADS + 1) / 2, WIDTH = 32 * COLUMNS };
+  const uint groups = a.heads / a.kv_heads, all_sets = groups / HEADS;
+  const uint sets = PARTS == 1 ? all_sets : 2 - all_sets % 2, simds = sets * PARTS, set = sg % sets, part = sg / sets;
+  const uint kv = tgid.y / (all_sets / sets), token = tgid.z;
+  const uint head = kv * groups + (tgid.y % (all_sets / sets) * sets + set) * HEADS;
   const uint position = row_position(a, rows, token), visible = position + 1, size = split_size(a, position);
   const uint first = tgid.x * size, end = min(first + size, visible);
   DEVICE const uint* table = row_table(a, rows, tables, token);
-  // The current page. A split of up to PAGE positions is inside one page.
-  const uint dim = FULL ? 32 * COLUMNS : a.dim, pitch = cache_pitch(keys, dim);
-  ulong page = page_row(table, a.kv_heads, tgid.y, min(first, visible - 1) / PAGE * PAGE) * pitch;
-  for (uint p = first + sg * BATCH; p < min(first + PREFETCH_ROWS, end); p += simds * BATCH)
-    prefetch_kv(keys + page, values + page, p % PAGE, end - p, pitch);
-  AWAIT();
-  float query[HEADS * COLUMNS], sum[HEADS * COLUMNS] = {}, max_score[HEADS], denominator[HEADS] = {};
-  UNROLL for (uint h = 0; h < HEADS; h++) {
-    max_score[h] = -as_type<float>(0x7f7fffffu);
-    UNROLL for (uint j = 0; j < COLUMNS; j++) {
-      const uint i = lane_column(keys, j THREAD_IDS);
-      query[h * COLUMNS + j] = i < dim ? q[(ulong(token) * a.heads + head + h) * dim + i] * a.scale : 0.0f;
-    }
+  // The block of the current page. A split of up to PAGE positions is inside one page.
+  const uint dim = FULL ? WIDTH : a.dim, block_len = block_size(keys, dim);
+  ulong block = page_block(table, a.kv_heads, kv, min(first, visible - 1)) * block_len;
+  if (first < end) {
+    const uint count = min(end, first / PAGE * PAGE + PAGE) - first;
+    for (uint n = sg * BATCH; n < min(uint(PREFETCH_ROWS), count); n += simds * BATCH)
+      prefetch_kv(keys + block, values + block, first % PAGE + n, min(uint(BATCH), count - n), dim);
+    if (sg == 0) prefetch_scales(keys + block, first % PAGE, count, dim);
+    if (sg == simds - 1) prefetch_scales(values + block, first % PAGE, count, dim);
   }
-  uint turn = sg;  // this simdgroup prefetches at turn 0
-  for (uint block = first; block < end; block += BATCH, turn = (turn == 0 ? simds : turn) - 1) {
-    if (block % PAGE == 0 && block != first) page = page_row(table, a.kv_heads, tgid.y, block) * pitch;
-    const uint ahead = block % PAGE + PREFETCH_ROWS;
-    if (turn == 0 && block + PREFETCH_ROWS < end && ahead < PAGE)
-      prefetch_kv(keys + page, values + page, ahead, end - block - PREFETCH_ROWS, pitch);
-    DEVICE const T* key_rows = keys + page + block % PAGE * pitch;
-    DEVICE const T* value_rows = values + page + block % PAGE * pitch;
-    // Values are loaded before the keys are used, so the thread waits once for both.
-    float value[BATCH * COLUMNS] = {}, key_scale[BATCH], value_scale[BATCH];
-    UNROLL for (uint n = 0; n < BATCH; n++) {
-      const uint at = row_of_batch(keys, n, end - 1 - block) * pitch;
-      key_scale[n] = cache_scale(key_rows + at, dim), value_scale[n] = cache_scale(value_rows + at, dim);
-      if (block + n >= end) value_scale[n] = 0;
-      load_columns<COLUMNS, FULL>(value_rows + at, dim, value + n * COLUMNS THREAD_IDS);
+  AWAIT();
+  float query[HEADS * COLUMNS] = {}, sum[HEADS * COLUMNS] = {};
+  UNROLL for (uint h = 0; h < HEADS; h++)
+    UNROLL for (uint j = 0; j < COLUMNS; j += 4) {
+      const uint i = lane_column<COLUMNS, FULL>(keys, j THREAD_IDS), to = h * COLUMNS + j;
+      if (FULL || i < dim) load_cached4(q + (ulong(token) * a.heads + head + h) * dim + i, query + to);
+      UNROLL for (uint n = 0; n < 4; n++) query[to + n] *= a.scale;
     }
-    float score[HEADS * BATCH] = {};
+  // This lane's head and position in a batch. The denominator has this position of each batch only.
+  const uint mine = lane / (32 / SCORES), own_head = mine / BATCH, own = mine % BATCH;
+  float max_score = -as_type<float>(0x7f7fffffu), denominator = 0;
+  uint turn = set;  // this simdgroup prefetches at turn 0
+  for (uint p = first + part * BATCH; p < end; p += STRIDE, turn = (turn == 0 ? sets : turn) - 1) {
+    if (p % PAGE < STRIDE && p - first >= STRIDE) block = page_block(table, a.kv_heads, kv, p) * block_len;
+    const uint row = p % PAGE, ahead = row + PREFETCH_ROWS;
+    if (turn == 0 && p + PREFETCH_ROWS < end && ahead < PAGE)
+      prefetch_kv(keys + block, values + block, ahead, min(uint(BATCH), end - p - PREFETCH_ROWS), dim);
+    // All loads are issued before the first value is used, so the thread waits once. Values stay packed until they are
+    // used, to save registers.
+    uint key[BATCH * WORDS] = {}, value[BATCH * WORDS] = {};
     UNROLL for (uint n = 0; n < BATCH; n++) {
-      const uint at = row_of_batch(keys, n, end - 1 - block) * pitch;
-      float key[COLUMNS] = {};
-      load_columns<COLUMNS, FULL>(key_rows + at, dim, key THREAD_IDS);
+      const ulong at = block + (row + row_of_batch(keys, n, end - 1 - p)) * dim;
+      load_columns<COLUMNS, FULL>(keys + at, dim, key + n * WORDS THREAD_IDS);
+      load_columns<COLUMNS, FULL>(values + at, dim, value + n * WORDS THREAD_IDS);
+    }
+    const float key_scale = load_scale(keys + block, dim, row + own THREAD_IDS);
+    const float value_scale = load_scale(values + block, dim, row + own THREAD_IDS);
+    float score[SCORES] = {};
+    UNROLL for (uint n = 0; n < BATCH; n++) {
+      float unpacked[COLUMNS];
+      unpack_columns<COLUMNS>(keys, key + n * WORDS, unpacked);
       UNROLL for (uint j = 0; j < COLUMNS; j++)
         UNROLL for (uint h = 0; h < HEADS; h++)
-          score[h * BATCH + n] = fma(query[h * COLUMNS + j], key[j], score[h * BATCH + n]);
+          score[h * BATCH + n] = fma(query[h * COLUMNS + j], unpacked[j], score[h * BATCH + n]);
+    }
+    const bool exists = p + own < end;
+    const float product = sum_values<SCORES>(score THREAD_IDS);
+    const float own_score = exists ? product * key_scale : -as_type<float>(0x7f7fffffu);
+    float new_max = own_score;
+    UNROLL for (uint mask = 32 / SCORES; mask < HEAD_LANES; mask *= 2) new_max = max(new_max, SIMD_XOR(new_max, mask));
+    new_max = max(max_score, new_max);
+    const float rescale = FAST_EXP(max_score - new_max), weight = exists ? FAST_EXP(own_score - new_max) : 0.0f;
+    max_score = new_max;
+    denominator = fma(denominator, rescale, weight);
+    const float scaled = exists ? weight * value_scale : 0.0f;
+    UNROLL for (uint h = 0; h < HEADS; h++) {
+      const float factor = SIMD_LANE(rescale, h * HEAD_LANES);
+      UNROLL for (uint j = 0; j < COLUMNS; j++) sum[h * COLUMNS + j] *= factor;
+    }
+    UNROLL for (uint n = 0; n < BATCH; n++) {
+      float unpacked[COLUMNS];
+      unpack_columns<COLUMNS>(keys, value + n * WORDS, unpacked);
+      UNROLL for (uint h = 0; h < HEADS; h++) {
+        const float factor = SIMD_LANE(scaled, (h * BATCH + n) * (32 / SCORES));
+        UNROLL for (uint j = 0; j < COLUMNS; j++)
+          sum[h * COLUMNS + j] = fma(factor, unpacked[j], sum[h * COLUMNS + j]);
+      }
+    }
+  }
+  UNROLL for (uint mask = 32 / SCORES; mask < HEAD_LANES; mask *= 2) denominator += SIMD_XOR(denominator, mask);
+  if (PARTS == 2) {
+    // Part 0 joins the first SHARE heads, and part 1 the others. Each part stores what the other part joins.
+    const uint other = (sg + sets) % simds;
+    if (lane % HEAD_LANES == 0) {
+      shares[(sg * 4 + own_head) * 2] = max_score;
+      shares[(sg * 4 + own_head) * 2 + 1] = denominator;
     }
     UNROLL for (uint h = 0; h < HEADS; h++) {
-      float new_max = max_score[h];
-      UNROLL for (uint n = 0; n < BATCH; n++) {
-        score[h * BATCH + n] = SIMD_SUM(score[h * BATCH + n]) * key_scale[n];
-        if (block + n < end) new_max = max(new_max, score[h * BATCH + n]);
-      }
-      const float rescale = FAST_EXP(max_score[h] - new_max);
-      max_score[h] = new_max;
-      denominator[h] *= rescale;
-      UNROLL for (uint j = 0; j < COLUMNS; j++) sum[h * COLUMNS + j] *= rescale;
-      UNROLL for (uint n = 0; n < BATCH; n++) {
-        score[h * BATCH + n] = block + n < end ? FAST_EXP(score[h * BATCH + n] - new_max) : 0.0f;
-        denominator[h] += score[h * BATCH + n];
-      }
+      if ((h < SHARE) == (part == 0)) continue;
+      UNROLL for (uint j = 0; j < COLUMNS; j++)
+        joined[(sg * SHARE + h % SHARE) * WIDTH + 32 * j + lane] = sum[h * COLUMNS + j];
     }
-    UNROLL for (uint n = 0; n < BATCH; n++)
-      UNROLL for (uint h = 0; h < HEADS; h++)
-        UNROLL for (uint j = 0; j < COLUMNS; j++) {
-          const float weight = score[h * BATCH + n] * value_scale[n];
-          sum[h * COLUMNS + j] = fma(weight, value[n * COLUMNS + j], sum[h * COLUMNS + j]);
-        }
+    BARRIER();
+    const float other_max = shares[(other * 4 + own_head) * 2], new_max = max(max_score, other_max);
+    const float ours = FAST_EXP(max_score - new_max), theirs = FAST_EXP(other_max - new_max);
+    max_score = new_max;
+    denominator = fma(shares[(other * 4 + own_head) * 2 + 1], theirs, denominator * ours);
+    UNROLL for (uint h = 0; h < HEADS; h++) {
+      const float keep = SIMD_LANE(ours, h * HEAD_LANES), add = SIMD_LANE(theirs, h * HEAD_LANES);
+      if ((h < SHARE) != (part == 0)) continue;
+      UNROLL for (uint j = 0; j < COLUMNS; j++)
+        sum[h * COLUMNS + j] = fma(joined[(other * SHARE + h % SHARE) * WIDTH + 32 * j + lane], add,
+                                   sum[h * COLUMNS + j] * keep);
+    }
   }
   UNROLL for (uint h = 0; h < HEADS; h++) {
+    if (PARTS == 2 && (h < SHARE) != (part == 0)) continue;
     DEVICE float* out = partials + ((ulong(token) * a.heads + head + h) * a.splits + tgid.x) * (dim + 2);
-    UNROLL for (uint j = 0; j < COLUMNS; j++) {
-      const uint i = lane_column(keys, j THREAD_IDS);
-      if (i < dim) out[i] = sum[h * COLUMNS + j];
-    }
-    if (lane == 0) out[dim] = max_score[h], out[dim + 1] = denominator[h];
+    UNROLL for (uint j = 0; j < COLUMNS; j++)
+      if (FULL || lane_column<COLUMNS, FULL>(keys, j THREAD_IDS) < dim)
+        out[partial_place<COLUMNS, FULL>(keys, j THREAD_IDS)] = sum[h * COLUMNS + j];
+    if (lane == h * HEAD_LANES) out[dim] = max_score, out[dim + 1] = denominator;
   }
 }
 
@@ -243,18 +346,24 @@ KERNEL(attention_merge, ARGS(AttentionArgs, a), IN(float, proj, 1), IN(float, pa
   UNROLL for (uint n = 0; n < MERGE_SIMDS; n++) sum += column_sums[n * 32 + lane];
   denominator = SIMD_SUM(lane < MERGE_SIMDS ? simd_values[MERGE_SIMDS + lane] : 0.0f);
   if (i >= a.dim) return;
-  const float gate = proj[ulong(token) * a.width + head * 2 * a.dim + a.dim + i];
-  y[(ulong(token) * a.heads + head) * a.dim + i] = sum / denominator * sigmoid(gate);
+  const uint column = a.lane_columns == 1 ? i : lane * a.lane_columns + tgid.z;
+  const float gate = proj[ulong(token) * a.width + head * 2 * a.dim + a.dim + column];
+  y[(ulong(token) * a.heads + head) * a.dim + column] = sum / denominator * sigmoid(gate);
 }
 
-// Heads of 128 and 256 dimensions, with two query heads per simdgroup, have the most specialised code.
+// Heads of 128 and 256 dimensions have the most specialised code if three or four query heads can share a simdgroup.
 #define DECODE(T, COLUMNS)                                                                                             \
-  if (a.heads / a.kv_heads % 2 != 0)                                                                                   \
-    attend_split<T, COLUMNS, 1, false>(a, q, keys, values, table, rows, partials THREAD_IDS);                          \
-  else if (a.dim == 32 * COLUMNS)                                                                                      \
-    attend_split<T, COLUMNS, 2, true>(a, q, keys, values, table, rows, partials THREAD_IDS);                           \
+  SHARED(float, joined, MAX_SIMDS * 2 * 32 * COLUMNS);                                                                 \
+  SHARED(float, shares, MAX_SIMDS * 4 * 2);                                                                            \
+  const uint groups = a.heads / a.kv_heads;                                                                            \
+  if (a.dim == 32 * COLUMNS && groups % 4 == 0)                                                                        \
+    attend_split<T, COLUMNS, 4, 2, true>(a, q, keys, values, table, rows, partials, joined, shares THREAD_IDS);        \
+  else if (a.dim == 32 * COLUMNS && groups % 3 == 0)                                                                   \
+    attend_split<T, COLUMNS, 3, 2, true>(a, q, keys, values, table, rows, partials, joined, shares THREAD_IDS);        \
+  else if (groups % 2 == 0)                                                                                            \
+    attend_split<T, COLUMNS, 2, 1, false>(a, q, keys, values, table, rows, partials, joined, shares THREAD_IDS);       \
   else                                                                                                                 \
-    attend_split<T, COLUMNS, 2, false>(a, q, keys, values, table, rows, partials THREAD_IDS);
+    attend_split<T, COLUMNS, 1, 1, false>(a, q, keys, values, table, rows, partials, joined, shares THREAD_IDS);
 
 #define ATTEND(suffix, T)                                                                                              \
   KERNEL(qk_norm_rope##suffix, ARGS(AttentionArgs, a), IN(float, proj, 1), IN(float, q_norm, 2), IN(float, k_norm, 3), \
@@ -291,7 +400,7 @@ enum { STEP = 16, WIDE = 256, WIDE_PITCH = WIDE / 2 + 4, SCORE_PITCH = 20, PROB_
 // Loads word `tid` of STEP rows of keys or values. They are in one page, because splits start at multiples of STEP.
 // Rows after the last position have no weight, and their integers are finite.
 FN void load_step(DEVICE const short* rows, THREAD uint* words THREAD_IDS_PARAM) {
-  UNROLL for (uint n = 0; n < STEP; n++) words[n] = *(DEVICE const uint*)(rows + n * (WIDE + 2) + 2 * tid);
+  UNROLL for (uint n = 0; n < STEP; n++) words[n] = *(DEVICE const uint*)(rows + n * WIDE + 2 * tid);
 }
 // Stores what load_step has loaded: STEP rows of high bytes, then STEP rows of low bytes / 256. The bits of a byte
 // become the leading bits of the mantissa of 256 + byte, or of 1 + byte / 256.
@@ -326,10 +435,10 @@ KERNEL(attention_decode_tiles, ARGS(AttentionArgs, a), IN(float, q, 1), IN(short
   const uint first = tgid.x * size, end = min(first + size, visible);
   if (first >= end) return;  // the merge does not read this split
   DEVICE const uint* table = row_table(a, rows, tables, token);
-  ulong page = page_row(table, a.kv_heads, kv, first / PAGE * PAGE) * (WIDE + 2);
+  ulong page = page_block(table, a.kv_heads, kv, first) * block_size(keys, WIDE);
   uint key[STEP], value[STEP];
-  load_step(keys + page + first % PAGE * (WIDE + 2), key THREAD_IDS);
-  load_step(values + page + first % PAGE * (WIDE + 2), value THREAD_IDS);
+  load_step(keys + page + first % PAGE * WIDE, key THREAD_IDS);
+  load_step(values + page + first % PAGE * WIDE, value THREAD_IDS);
   UNROLL for (uint n = 0; n < 8; n++) {
     DEVICE const float* from = q + (ulong(token) * a.heads + head + min(n, heads - 1)) * WIDE + 2 * tid;
     store_exact(bytes + tid, n, WIDE_PITCH, from[0], from[1]);
@@ -349,18 +458,18 @@ KERNEL(attention_decode_tiles, ARGS(AttentionArgs, a), IN(float, q, 1), IN(short
     float key_scale[2], value_scale[2], largest = 0;
     bool exists[2];
     UNROLL for (uint m = 0; m < 2; m++) {
-      const ulong at = page + (block % PAGE + mine + m) * (WIDE + 2);
+      const uint row = block % PAGE + mine + m;
       exists[m] = block + mine + m < end;
-      key_scale[m] = cache_scale(keys + at, WIDE) * (256.0f * a.scale);
-      value_scale[m] = exists[m] ? cache_scale(values + at, WIDE) : 0.0f;
+      key_scale[m] = cache_scale(keys + page, WIDE, row) * (256.0f * a.scale);
+      value_scale[m] = exists[m] ? cache_scale(values + page, WIDE, row) : 0.0f;
       largest = max(largest, value_scale[m]);
     }
     BARRIER();
     store_step(bytes, key THREAD_IDS);
     BARRIER();
     const uint next = block + STEP;
-    if (next < end && next % PAGE == 0) page = page_row(table, a.kv_heads, kv, next) * (WIDE + 2);
-    if (next < end) load_step(keys + page + next % PAGE * (WIDE + 2), key THREAD_IDS);
+    if (next < end && next % PAGE == 0) page = page_block(table, a.kv_heads, kv, next) * block_size(keys, WIDE);
+    if (next < end) load_step(keys + page + next % PAGE * WIDE, key THREAD_IDS);
     SUM_TILE score;
     TILE_ZERO(score);
     UNROLL for (uint i = 0; i < 4; i++)
@@ -371,7 +480,7 @@ KERNEL(attention_decode_tiles, ARGS(AttentionArgs, a), IN(float, q, 1), IN(short
     TILE_STORE(score, scores + sg * 16 * SCORE_PITCH, SCORE_PITCH);
     BARRIER();
     store_step(bytes, value THREAD_IDS);
-    if (next < end) load_step(values + page + next % PAGE * (WIDE + 2), value THREAD_IDS);
+    if (next < end) load_step(values + page + next % PAGE * WIDE, value THREAD_IDS);
     // Times 2^10, so that small probabilities are not subnormal.
     const float new_unit = max(unit, SIMD_MAX(largest)), times = 1024.0f / new_unit;
     UNROLL for (uint n = 0; n < 2; n++) {

@@ -20,12 +20,12 @@ struct PrefillArgs {
 enum { QUERIES = 32, KEYS = 64, VALUES = 16 };
 enum { COLUMNS = 256, ROW_PITCH = COLUMNS / 2 + 4 };  // most columns of a head; 32-bit words per row of halves
 
-// Loads eight columns of a row of the cache, or of a query. Columns past the end are 0.
-template <class T> FN void load8(DEVICE const T* row, uint column, uint dim, THREAD float* v) {
-  const float scale = cache_scale(row, dim);
+// Loads eight columns of a row of a block of the cache, or of queries. Columns past the end are 0.
+template <class T> FN void load8(DEVICE const T* block, uint row, uint column, uint dim, THREAD float* v) {
+  const float scale = cache_scale(block, dim, row);
   UNROLL for (uint n = 0; n < 8; n++) v[n] = 0;
   UNROLL for (uint n = 0; n < 8; n += 4)
-    if (column + n < dim) load_cached4(row + column + n, v + n);
+    if (column + n < dim) load_cached4(block + row * dim + column + n, v + n);
   UNROLL for (uint n = 0; n < 8; n++) v[n] *= scale;
 }
 // Stores eight columns as halves.
@@ -36,13 +36,13 @@ FN void store8(THREADGROUP uint* to, THREAD const float* v) {
 }
 
 // Loads this thread's share, two times eight columns, of DEPTH columns of KEYS keys from position `block`. `keys` is
-// the start of the page that contains `block`. Positions after `last` may not exist, so `last` is loaded instead.
+// the block of the page that contains `block`. Positions after `last` may not exist, so `last` is loaded instead.
 template <class T>
 FN void load_keys(DEVICE const T* keys, uint block, uint last, uint column, uint dim,
                   THREAD float* v THREAD_IDS_PARAM) {
   UNROLL for (uint n = 0; n < 2; n++) {
     const uint row = min(block + tid / 8 + n * 32, last) % PAGE;
-    load8(keys + row * cache_pitch(keys, dim), column + tid % 8 * 8, dim, v + n * 8);
+    load8(keys, row, column + tid % 8 * 8, dim, v + n * 8);
   }
 }
 // Stores what load_keys has loaded.
@@ -54,7 +54,7 @@ template <class T>
 FN void load_values(DEVICE const T* values, uint block, uint last, uint dim, THREAD float* v THREAD_IDS_PARAM) {
   UNROLL for (uint n = 0; n < 2; n++) {
     const uint row = min(block + tid / 32 + n * 8, last) % PAGE;
-    load8(values + row * cache_pitch(values, dim), tid % 32 * 8, dim, v + n * 8);
+    load8(values, row, tid % 32 * 8, dim, v + n * 8);
   }
 }
 // Stores what load_values has loaded.
@@ -78,12 +78,12 @@ FN void attend_rows(CONSTANT PrefillArgs& a, DEVICE const float* q, DEVICE const
   // Threadgroups with the longest context start first.
   const uint first = ((pairs + QUERIES - 1) / QUERIES - 1 - tgid.x) * QUERIES;
   const uint last = a.start + min(first + QUERIES - 1, pairs - 1) / groups, pieces = (a.dim + DEPTH - 1) / DEPTH;
-  ulong page = page_row(table, a.kv_heads, tgid.y, 0) * cache_pitch(keys, a.dim);
+  ulong page = page_block(table, a.kv_heads, tgid.y, 0) * block_size(keys, a.dim);
   THREADGROUP float* scores = (THREADGROUP float*)scratch;
   for (uint i = tid; i < QUERIES * COLUMNS / 8; i += 256) {
     const uint row = i / (COLUMNS / 8), column = i % (COLUMNS / 8) * 8, pair = min(first + row, pairs - 1);
     float v[8];
-    load8(q + (ulong(pair / groups) * a.heads + head + pair % groups) * a.dim, column, a.dim, v);
+    load8(q + (ulong(pair / groups) * a.heads + head + pair % groups) * a.dim, 0, column, a.dim, v);
     UNROLL for (uint n = 0; n < 8; n++) v[n] *= a.scale;
     store8(queries + row * ROW_PITCH + column / 2, v);
   }
@@ -134,7 +134,7 @@ FN void attend_rows(CONSTANT PrefillArgs& a, DEVICE const float* q, DEVICE const
         load_values(values + page, block + (piece + 1) * VALUES, last, a.dim, next THREAD_IDS);
       } else {
         const uint following = min(block + KEYS, last);
-        if (following % PAGE == 0) page = page_row(table, a.kv_heads, tgid.y, following) * cache_pitch(keys, a.dim);
+        if (following % PAGE == 0) page = page_block(table, a.kv_heads, tgid.y, following) * block_size(keys, a.dim);
         load_keys(keys + page, following, last, 0, a.dim, next THREAD_IDS);
       }
       if (piece == 0) {

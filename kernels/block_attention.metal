@@ -10,9 +10,8 @@
 // correctly. Scores are not negative, so their bit patterns have the same order as the scores.
 
 // MAX_DIM: maximum number of dimensions of a head, in the indexer and in attention. SIMDS: number of simdgroups in a
-// threadgroup. BATCH: number of positions that are loaded together. GROUP: values of an 8-bit or 4-bit row that share a
-// scale.
-enum { MAX_DIM = 256, SIMDS = 8, BATCH = 4, GROUP = 32 };
+// threadgroup. BATCH: number of positions that are loaded together.
+enum { MAX_DIM = 256, SIMDS = 8, BATCH = 4 };
 
 struct BlockArgs {
   uint start;                  // position of the first row
@@ -194,7 +193,10 @@ KERNEL(index_select, ARGS(BlockArgs, a), IN(uint, scores, 1), OUT(uint, selected
 template <class T>
 struct Cache { DEVICE const T* pages; };
 template <class T>
-struct CacheRow { DEVICE const T* at; };
+struct CacheRow {
+  DEVICE const T* block;
+  uint number;  // of the row in the block
+};
 template <uint BITS>
 struct QuantCache {
   DEVICE const uchar* pages;
@@ -202,7 +204,8 @@ struct QuantCache {
 };
 template <uint BITS>
 struct QuantCacheRow {
-  DEVICE const uchar* at;
+  DEVICE const uchar* block;
+  uint number;
   DEVICE const float* recent;
   bool is_recent;
 };
@@ -211,14 +214,16 @@ struct QuantCacheRow {
 template <class T>
 FN CacheRow<T> row_of(Cache<T> cache, CONSTANT BlockArgs& a, DEVICE const uint* table, uint kv, uint p, uint) {
   CacheRow<T> row;
-  row.at = cache.pages + page_row(table, a.kv_heads, kv, p) * cache_pitch(cache.pages, a.head_dim);
+  row.block = cache.pages + page_block(table, a.kv_heads, kv, p) * block_size(cache.pages, a.head_dim);
+  row.number = p % PAGE;
   return row;
 }
 template <uint BITS>
 FN QuantCacheRow<BITS> row_of(QuantCache<BITS> cache, CONSTANT BlockArgs& a, DEVICE const uint* table, uint kv, uint p,
                               uint recent) {
   QuantCacheRow<BITS> row;
-  row.at = cache.pages + page_row(table, a.kv_heads, kv, p) * (a.head_dim * BITS / 8 + a.head_dim / GROUP * 2);
+  row.block = cache.pages + page_block(table, a.kv_heads, kv, p) * block_bytes<BITS>(a.head_dim);
+  row.number = p % PAGE;
   row.recent = cache.ring + (ulong(kv) * a.kv_ring_len + p % a.kv_ring_len) * a.head_dim;
   row.is_recent = p >= recent;
   return row;
@@ -226,8 +231,8 @@ FN QuantCacheRow<BITS> row_of(QuantCache<BITS> cache, CONSTANT BlockArgs& a, DEV
 
 // Values i..i + 3 of a row, without the scale of the row. i is a multiple of 4.
 template <class T>
-FN void load4(CacheRow<T> row, uint, uint i, THREAD float* v) {
-  load_cached4(row.at + i, v);
+FN void load4(CacheRow<T> row, uint dim, uint i, THREAD float* v) {
+  load_cached4(row.block + row.number * dim + i, v);
 }
 template <uint BITS>
 FN void load4(QuantCacheRow<BITS> row, uint dim, uint i, THREAD float* v) {
@@ -235,21 +240,21 @@ FN void load4(QuantCacheRow<BITS> row, uint dim, uint i, THREAD float* v) {
     load_cached4(row.recent + i, v);
     return;
   }
-  const uint group = i / GROUP, in_group = i % GROUP;
-  // Rows are aligned to 2 bytes. With 4 bits, the second half of a group is in the high nibbles.
-  const uint first = BITS == 8 ? i : group * (GROUP / 2) + in_group % (GROUP / 2);
-  DEVICE const ushort* codes = (DEVICE const ushort*)(row.at + first);
-  const uint word = uint(codes[0]) | uint(codes[1]) << 16;
-  const float scale = bf16(*(DEVICE const ushort*)(row.at + dim * BITS / 8 + 2 * group));
+  const uint group = i / KV_GROUP, in_group = i % KV_GROUP;
+  // With 4 bits, the second half of a group is in the high nibbles.
+  const uint first = BITS == 8 ? i : group * (KV_GROUP / 2) + in_group % (KV_GROUP / 2);
+  const uint word = *(DEVICE const uint*)(row.block + row.number * code_bytes<BITS>(dim) + first);
+  DEVICE const uchar* scales = row.block + PAGE * code_bytes<BITS>(dim) + row.number * scale_bytes(dim);
+  const float scale = bf16(((DEVICE const ushort*)scales)[group]);
   UNROLL for (uint n = 0; n < 4; n++) {
     const uint code = word >> 8 * n & 255u;
-    const int nibble = int(in_group < GROUP / 2 ? code & 15u : code >> 4);
+    const int nibble = int(in_group < KV_GROUP / 2 ? code & 15u : code >> 4);
     v[n] = float(BITS == 8 ? int(code ^ 128u) - 128 : 2 * nibble - 15) * scale;
   }
 }
 template <class T>
 FN float scale_of(CacheRow<T> row, uint dim) {
-  return cache_scale(row.at, dim);
+  return cache_scale(row.block, dim, row.number);
 }
 template <uint BITS>
 FN float scale_of(QuantCacheRow<BITS>, uint) {

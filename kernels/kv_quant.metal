@@ -3,8 +3,7 @@
 // The most recent positions are also kept in f32, in rings of `ring_len` positions. Queries, keys and values are
 // multiplied by a Hadamard matrix first. The rest works as in attention.metal.
 
-// GROUP: values that share a scale.
-enum { GROUP = 32, MAX_DIM = 256 };
+enum { MAX_DIM = 256 };
 // RECENT_SPLIT: number of recent positions in a split. MAX_SPLITS: maximum number of splits of the quantized positions.
 // BATCH: number of positions that are loaded together. PREFETCH_ROWS: number of positions that are prefetched together.
 enum { RECENT_SPLIT = 16, MAX_SPLITS = 256, BATCH = 4, PREFETCH_ROWS = 16, MERGE_THREADS = 512 };
@@ -12,25 +11,26 @@ enum { RECENT_SPLIT = 16, MAX_SPLITS = 256, BATCH = 4, PREFETCH_ROWS = 16, MERGE
 // Rounds half to even. |x| is at most 2^22.
 FN int nearest(float x) { return int(as_type<uint>(x + 12582912.0f) - 0x4b400000u); }
 
-// Quantizes `x`, which is already multiplied by the Hadamard matrix, to one row. 32 threads: a lane has one value of
-// each group.
+// Quantizes `x`, which is already multiplied by the Hadamard matrix, to one row of a block. 32 threads: a lane has one
+// value of each group.
 template <uint BITS>
-FN void quantize_row(uint dim, DEVICE uchar* row, THREADGROUP float* x THREAD_IDS_PARAM) {
-  for (uint g = 0; g < dim / GROUP; g++) {
-    const float v = x[g * GROUP + lane], max_abs = SIMD_MAX(v < 0 ? -v : v);
+FN void quantize_row(uint dim, DEVICE uchar* block, uint number, THREADGROUP float* x THREAD_IDS_PARAM) {
+  DEVICE uchar* row = block + number * code_bytes<BITS>(dim);
+  DEVICE uchar* scales = block + PAGE * code_bytes<BITS>(dim) + number * scale_bytes(dim);
+  for (uint g = 0; g < dim / KV_GROUP; g++) {
+    const float v = x[g * KV_GROUP + lane], max_abs = SIMD_MAX(v < 0 ? -v : v);
     const uint scale_bits = (as_type<uint>(max_abs / (BITS == 8 ? 127.0f : 15.0f)) + 0xffffu) >> 16;
     const bool is_zero = max_abs < 1e-30f;
     const float inverse = is_zero ? 0.0f : 1.0f / bf16(scale_bits);
-    if (BITS == 8) row[g * GROUP + lane] = uchar(nearest(v * inverse));
+    if (BITS == 8) row[g * KV_GROUP + lane] = uchar(nearest(v * inverse));
     else {
-      x[g * GROUP + lane] = max(0.0f, min(15.0f, float(nearest(v * inverse * 0.5f + 7.5f))));
+      x[g * KV_GROUP + lane] = max(0.0f, min(15.0f, float(nearest(v * inverse * 0.5f + 7.5f))));
       BARRIER();
-      if (lane < 16) row[g * 16 + lane] = uchar(uint(x[g * GROUP + lane]) | uint(x[g * GROUP + lane + 16]) << 4);
+      if (lane < 16) row[g * 16 + lane] = uchar(uint(x[g * KV_GROUP + lane]) | uint(x[g * KV_GROUP + lane + 16]) << 4);
     }
     if (lane == 0) {
-      DEVICE uchar* scale = row + dim * BITS / 8 + 2 * g;
-      scale[0] = uchar(is_zero ? 0 : scale_bits & 255u);
-      scale[1] = uchar(is_zero ? 0 : scale_bits >> 8);
+      scales[2 * g] = uchar(is_zero ? 0 : scale_bits & 255u);
+      scales[2 * g + 1] = uchar(is_zero ? 0 : scale_bits >> 8);
     }
   }
 }
@@ -78,9 +78,8 @@ FN void norm_rope_quantize(CONSTANT AttentionArgs& a, DEVICE const float* proj, 
   DEVICE float* recent = (value ? recent_values : recent_keys) + ring_start(a, rows, token) +
                          (ulong(kv) * a.ring_len + position % a.ring_len) * a.dim;
   for (uint i = lane; i < a.dim; i += 32) recent[i] = x[i];
-  const uint bytes = a.dim * BITS / 8 + a.dim / GROUP * 2;
-  const ulong to = page_row(row_table(a, rows, table, token), a.kv_heads, kv, position) * bytes;
-  quantize_row<BITS>(a.dim, (value ? values : keys) + to, x THREAD_IDS);
+  const ulong to = page_block(row_table(a, rows, table, token), a.kv_heads, kv, position) * block_bytes<BITS>(a.dim);
+  quantize_row<BITS>(a.dim, (value ? values : keys) + to, position % PAGE, x THREAD_IDS);
 }
 
 // Number of splits of the recent positions for a query at `position`. These splits come before the other splits.
@@ -97,31 +96,27 @@ FN uint split_size(CONSTANT AttentionArgs& a, uint until) {
 template <uint BITS, uint COLUMNS>
 FN uint column(uint j THREAD_IDS_PARAM) {
   if (BITS == 8) return COLUMNS * lane + j;
-  return COLUMNS * lane / GROUP * GROUP + lane % (GROUP / COLUMNS) * (COLUMNS / 2) + j / 2 + j % 2 * (GROUP / 2);
-}
-
-// Loads a word. Rows are aligned to 2 bytes only, unless `wide`.
-FN uint word_at(DEVICE const uchar* p, bool wide) {
-  if (wide) return *(DEVICE const uint*)p;
-  return uint(((DEVICE const ushort*)p)[0]) | uint(((DEVICE const ushort*)p)[1]) << 16;
+  const uint group = COLUMNS * lane / KV_GROUP * KV_GROUP, in_group = lane % (KV_GROUP / COLUMNS) * (COLUMNS / 2);
+  return group + in_group + j / 2 + j % 2 * (KV_GROUP / 2);
 }
 
 // A lane's codes of one row and the scale of its values. Codes stay packed until they are used, to save registers.
 struct QuantRow { uint w[2]; float scale; };
 
+// `row` is the number of the row in a block.
 template <uint BITS, uint COLUMNS>
-FN QuantRow load_quant_row(DEVICE const uchar* row, uint dim, bool wide THREAD_IDS_PARAM) {
+FN QuantRow load_quant_row(DEVICE const uchar* block, uint row, uint dim THREAD_IDS_PARAM) {
   QuantRow to = {};
   if (lane * COLUMNS >= dim) return to;
-  DEVICE const uchar* at = row + lane * (COLUMNS * BITS / 8);
-  if (COLUMNS * BITS == 64 && wide) {
+  DEVICE const uchar* at = block + row * code_bytes<BITS>(dim) + lane * (COLUMNS * BITS / 8);
+  if (COLUMNS * BITS == 64) {
     const uint2 q = *(DEVICE const uint2*)at;
     to.w[0] = q.x, to.w[1] = q.y;
   } else {
-    to.w[0] = COLUMNS * BITS == 16 ? uint(*(DEVICE const ushort*)at) : word_at(at, wide);
-    if (COLUMNS * BITS == 64) to.w[1] = word_at(at + 4, wide);
+    to.w[0] = COLUMNS * BITS == 16 ? uint(*(DEVICE const ushort*)at) : *(DEVICE const uint*)at;
   }
-  to.scale = bf16(*(DEVICE const ushort*)(row + dim * BITS / 8 + COLUMNS * lane / GROUP * 2));
+  DEVICE const uchar* scales = block + PAGE * code_bytes<BITS>(dim) + row * scale_bytes(dim);
+  to.scale = bf16(((DEVICE const ushort*)scales)[COLUMNS * lane / KV_GROUP]);
   return to;
 }
 
@@ -145,9 +140,8 @@ FN void attend_range(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE co
                      DEVICE const uchar* values, DEVICE const uint* table, DEVICE const float* recent_keys,
                      DEVICE const float* recent_values, DEVICE float* partials, uint first, uint end, uint head,
                      uint simds THREAD_IDS_PARAM) {
-  const uint token = tgid.z, bytes = a.dim * BITS / 8 + a.dim / GROUP * 2;
-  const bool wide = bytes % 8 == 0;
-  ulong page = RECENT ? 0 : page_row(table, a.kv_heads, tgid.y, first / PAGE * PAGE);
+  const uint token = tgid.z, codes = code_bytes<BITS>(a.dim), scales = scale_bytes(a.dim);
+  ulong page = RECENT ? 0 : page_block(table, a.kv_heads, tgid.y, first) * block_bytes<BITS>(a.dim);
   float query[HEADS * COLUMNS], sum[HEADS * COLUMNS] = {}, max_score[HEADS], denominator[HEADS] = {};
   UNROLL for (uint h = 0; h < HEADS; h++) {
     max_score[h] = -as_type<float>(0x7f7fffffu);
@@ -157,14 +151,17 @@ FN void attend_range(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE co
     }
   }
   for (uint block = first; block < end; block += BATCH) {
-    if (!RECENT && block % PAGE == 0) page = page_row(table, a.kv_heads, tgid.y, block);
+    if (!RECENT && block % PAGE == 0) page = page_block(table, a.kv_heads, tgid.y, block) * block_bytes<BITS>(a.dim);
     if (!RECENT && (block - first) % PREFETCH_ROWS == 0 && (block - first) / PREFETCH_ROWS % simds == sg) {
       // Prefetches this and the next group of positions within one page.
       const uint from = block == first ? block : block + PREFETCH_ROWS;
       const uint to = min(min(block + 2 * PREFETCH_ROWS, end), block / PAGE * PAGE + PAGE);
       if (from < to) {
-        PREFETCH(keys + (page + from % PAGE) * bytes, (to - from) * bytes);
-        PREFETCH(values + (page + from % PAGE) * bytes, (to - from) * bytes);
+        const ulong at = page + from % PAGE * codes, scales_at = page + PAGE * codes + from % PAGE * scales;
+        PREFETCH(keys + at, (to - from) * codes);
+        PREFETCH(values + at, (to - from) * codes);
+        PREFETCH(keys + scales_at, (to - from) * scales);
+        PREFETCH(values + scales_at, (to - from) * scales);
       }
     }
     // All loads are issued before the first value is used.
@@ -181,8 +178,8 @@ FN void attend_range(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE co
           recent[(2 * n + 1) * COLUMNS + j] = i < a.dim ? recent_values[row + i] : 0.0f;
         }
       } else {
-        key[n] = load_quant_row<BITS, COLUMNS>(keys + (page + p % PAGE) * bytes, a.dim, wide THREAD_IDS);
-        value[n] = load_quant_row<BITS, COLUMNS>(values + (page + p % PAGE) * bytes, a.dim, wide THREAD_IDS);
+        key[n] = load_quant_row<BITS, COLUMNS>(keys + page, p % PAGE, a.dim THREAD_IDS);
+        value[n] = load_quant_row<BITS, COLUMNS>(values + page, p % PAGE, a.dim THREAD_IDS);
       }
     }
     float score[HEADS * BATCH];

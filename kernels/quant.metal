@@ -338,7 +338,7 @@ FN float sigmoid(float x) { return 1.0f / (1.0f + exp(-x)); }
 // The factor of a delta net's output: silu(z), or sigmoid(z).
 FN float output_gate(uint is_sigmoid, float z) { return is_sigmoid != 0 ? sigmoid(z) : silu(z); }
 
-// Paged keys and values. A page [kv_heads, PAGE, row] holds PAGE positions. `table` lists the pages of a sequence
+// Paged keys and values. A page holds PAGE positions: a block for each kv head. `table` lists the pages of a sequence
 // in order.
 enum { PAGE = 256 };
 
@@ -357,17 +357,20 @@ FN DEVICE const uint* row_table(CONSTANT Args& a, DEVICE const SequenceRow* rows
   return a.table_pages != 0 ? table + ulong(rows[row].sequence) * a.table_pages : table;
 }
 
-// The number of the row of a position in the cache.
-FN ulong page_row(DEVICE const uint* table, uint kv_heads, uint head, uint position) {
-  return (ulong(table[position / PAGE]) * kv_heads + head) * PAGE + position % PAGE;
+// The number of the block that has a position of a kv head.
+FN ulong page_block(DEVICE const uint* table, uint kv_heads, uint head, uint position) {
+  return ulong(table[position / PAGE]) * kv_heads + head;
 }
 
-// A row of the cache: `dim` floats, or `dim` 16-bit integers and one f32 scale for all of them. The low 16 bits of the
-// scale come first. Integers take half the bytes of floats, and their error is at most 2e-5 of the row's largest value.
-FN uint cache_pitch(DEVICE const float*, uint dim) { return dim; }
-FN uint cache_pitch(DEVICE const short*, uint dim) { return dim + 2; }
-FN float cache_scale(DEVICE const float*, uint) { return 1.0f; }
-FN float cache_scale(DEVICE const short* row, uint dim) { return as_type<float>(*(DEVICE const uint*)(row + dim)); }
+// A block of the cache: PAGE rows of `dim` floats; or PAGE rows of `dim` 16-bit integers, then an f32 scale for each
+// row. So a row of 64, 128 or 256 integers fills whole cache lines. Integers take half the bytes of floats, and their
+// error is at most 2e-5 of the row's largest value.
+FN uint block_size(DEVICE const float*, uint dim) { return PAGE * dim; }
+FN uint block_size(DEVICE const short*, uint dim) { return PAGE * (dim + 2); }
+FN float cache_scale(DEVICE const float*, uint, uint) { return 1.0f; }
+FN float cache_scale(DEVICE const short* block, uint dim, uint row) {
+  return ((DEVICE const float*)(block + PAGE * dim))[row];
+}
 FN void load_cached4(DEVICE const float* p, THREAD float* v) {
   const float4 q = *(DEVICE const float4*)p;
   v[0] = q.x, v[1] = q.y, v[2] = q.z, v[3] = q.w;
@@ -378,12 +381,19 @@ FN void unpack_cached2(uint q, THREAD float* v) {
   v[0] = as_type<float>((q & 0xffffu) ^ 0x4b008000u) - 8421376.0f;
   v[1] = as_type<float>((q >> 16) ^ 0x4b008000u) - 8421376.0f;
 }
-// A row of integers starts at a multiple of four bytes, not of eight.
 FN void load_cached4(DEVICE const short* p, THREAD float* v) {
-  DEVICE const uint* q = (DEVICE const uint*)p;
-  unpack_cached2(q[0], v);
-  unpack_cached2(q[1], v + 2);
+  const uint2 q = *(DEVICE const uint2*)p;
+  unpack_cached2(q.x, v);
+  unpack_cached2(q.y, v + 2);
 }
+
+// A block in 8 or 4 bits: PAGE rows of codes, then PAGE rows of scales. So the codes of a row of 128 bytes or more fill
+// whole cache lines. Sizes in bytes: a row of codes, a row of scales, a block.
+// KV_GROUP: values of a row that share a scale.
+enum { KV_GROUP = 32 };
+template <uint BITS> FN uint code_bytes(uint dim) { return dim * BITS / 8; }
+FN uint scale_bytes(uint dim) { return dim / KV_GROUP * 2; }
+template <uint BITS> FN uint block_bytes(uint dim) { return PAGE * (code_bytes<BITS>(dim) + scale_bytes(dim)); }
 
 // Keys and values in 8 or 4 bits: a query reads at least this many positions from the ring of recent positions.
 enum { RECENT_POSITIONS = 64 };
@@ -423,4 +433,5 @@ struct AttentionArgs {
   uint ring_len;              // 8 and 4 bits: positions in the ring of recent keys and values
   uint min_split;             // fewest positions in a split
   uint table_pages;           // see row_table
+  uint lane_columns;          // partial results are in the order of columns if 1; else lanes have this many columns
 };

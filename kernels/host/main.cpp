@@ -7,6 +7,7 @@
 //   'R' id offset bytes         reads; the answer is the data
 //   'A' id                      the answer is the address of a buffer, 8 bytes
 //   'P'                         the answer is the number of multiplications on matrix units of the last launch, 8 bytes
+//   'L'                         the answer is the number of loads of keys and values by simdgroups, 8 bytes
 //   'D' name-length NAME words ARGS bindings {id offset bytes access}... grid[3] threads twice
 //                               launches; the answer is a byte 0, or a byte 1, a length and a message
 //   'N'                         lists kernels; the answer is a length and the names, a space after each
@@ -101,7 +102,7 @@ std::string run(const std::string& name, std::vector<uint>& args, const std::vec
       blocks.push_back(twin ? blocks[same] : std::make_shared<Block>(b, copy));
       pointers.push_back(blocks.back()->start);
     }
-    host::products = 0;
+    host::products = host::loads = 0;
     host::dispatch(grid, threads, pass, [&] { kernel.call(pointers.data()); });
     for (size_t i = 0; copy && i < bindings.size(); i++) {
       const Binding& b = bindings[i];
@@ -143,6 +144,10 @@ int main() {
     }
     if (what == 'P') {
       give(&host::products, 8), fflush(stdout);
+      continue;
+    }
+    if (what == 'L') {
+      give(&host::loads, 8), fflush(stdout);
       continue;
     }
     if (what == 'A') {

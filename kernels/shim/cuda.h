@@ -41,6 +41,7 @@ typedef unsigned long long ulong;
 #define PREFETCH_LINE(p) prefetch_line(p)
 #define STREAM(p) stream(p)
 #define PEEK(p) peek(p)
+#define LOAD(p) (*(p))
 // A GPU converts integers to floats at a lower rate than it adds floats. Instead, the bits of q become the low bits
 // of the float 2^23 + q, and subtracting 2^23 is exact.
 #define MASKED(q, mask) masked(q, mask)
@@ -50,6 +51,8 @@ typedef unsigned long long ulong;
 #define SIMD_SUM(x) warp_sum(x)
 #define SIMD_MAX(x) warp_max(x)
 #define SIMD_MIN(x) __reduce_min_sync(0xffffffffu, x)
+#define SIMD_XOR(x, mask) __shfl_xor_sync(0xffffffffu, x, mask)
+#define SIMD_LANE(x, from) __shfl_sync(0xffffffffu, x, from)
 
 template <class To, class From> FN To as_type(From from) {
   static_assert(sizeof(To) == sizeof(From), "as_type keeps the size");

@@ -65,6 +65,7 @@ template <class To, class From> To as_type(From from) {
 #define PREFETCH_LINE(p) host::touch(p, 1)
 #define STREAM(p) (*(p))
 #define PEEK(p) (*(p))
+#define LOAD(p) host::load(p)
 #define MASKED(q, mask) float((q) & (mask))
 #define HALF_TO_FLOAT(bits) host::halves[bits]
 #define FAST_EXP(x) host::fast_exp(x)
@@ -72,6 +73,8 @@ template <class To, class From> To as_type(From from) {
 #define SIMD_SUM(x) host::reduce(host::Sum, __LINE__, x)
 #define SIMD_MAX(x) host::reduce(host::Max, __LINE__, x)
 #define SIMD_MIN(x) host::smallest(__LINE__, x)
+#define SIMD_XOR(x, mask) host::shuffle(__LINE__, x, lane ^ (mask))
+#define SIMD_LANE(x, from) host::shuffle(__LINE__, x, from)
 #define HALF_TILE host::HalfTile
 #define SUM_TILE host::SumTile
 #define HALF2(x, y) (uint(to_f16(x)) | uint(to_f16(y)) << 16)
@@ -88,7 +91,7 @@ template <class To, class From> To as_type(From from) {
 
 namespace host {
 
-enum State { Ready, Whole, Sum, Max, Min, Quad, Done };
+enum State { Ready, Whole, Sum, Max, Min, Shuffle, Quad, Done };
 // A lane's part of a 16x8 product.
 struct QuadStep { uint a[4], b[2]; float* sums; };
 struct Thread {
@@ -97,6 +100,7 @@ struct Thread {
   State state = Ready;
   int site = 0;
   uint operand = 0;
+  uint from = 0;  // in a shuffle: the lane whose operand this thread receives
   bool awaited = false;  // whether the thread has reached AWAIT
 };
 struct Group {
@@ -153,6 +157,10 @@ inline uint meet(State why, int site, uint operand) {
 }
 inline float reduce(State why, int site, float x) { return as_type<float>(meet(why, site, as_type<uint>(x))); }
 inline uint smallest(int site, uint x) { return meet(Min, site, x); }
+inline float shuffle(int site, float x, uint from) {
+  now().from = from;
+  return as_type<float>(meet(Shuffle, site, as_type<uint>(x)));
+}
 
 template <class T, class F> uint fold(const Thread* t, F two) {
   T v[32];
@@ -185,6 +193,12 @@ inline float fast_exp(float x) {
 }
 // Multiplications on matrix units since the last launch began.
 inline ulong products = 0;
+// Loads of simdgroups from keys and values since the last launch began.
+inline ulong loads = 0;
+template <class T> T load(const T* p) {
+  if (lane == 0) loads++;
+  return *p;
+}
 
 // Adds the 16x8 product of the 32 lanes from `t` to their sums, in the layout of NVIDIA GPUs: a lane has rows lane / 4
 // and lane / 4 + 8 of the left factor, column lane / 4 of the right factor, and two adjacent columns of the sums.
@@ -210,6 +224,12 @@ inline void quad_fma(int site, float* sums, const uint (&a)[4], const uint (&b)[
 inline void release_simd(uint first) {
   Thread* t = &group->threads[first];
   if (t->state == Quad) quad_step(t);
+  if (t->state == Shuffle) {
+    uint operands[32];
+    for (int i = 0; i < 32; i++) operands[i] = t[i].operand;
+    for (int i = 0; i < 32; i++) t[i].operand = operands[t[i].from % 32], t[i].state = Ready;
+    return;
+  }
   const uint found = t->state == Sum   ? fold<float>(t, [](float a, float b) { return a + b; })
                      : t->state == Max ? fold<float>(t, [](float a, float b) { return max(a, b); })
                                        : fold<uint>(t, [](uint a, uint b) { return min(a, b); });

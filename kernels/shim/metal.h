@@ -32,6 +32,7 @@ using namespace metal;
 #define PREFETCH_LINE(p) ((void)(p))
 #define STREAM(p) (*(p))
 #define PEEK(p) (*(p))
+#define LOAD(p) (*(p))
 #define MASKED(q, mask) float((q) & (mask))
 #define HALF_TO_FLOAT(bits) float(as_type<half>(ushort(bits)))
 // Safe math makes exp precise. The fast one errs by at most 3 + 2 |x| units in the last place.
@@ -40,6 +41,8 @@ using namespace metal;
 #define SIMD_SUM(x) simd_sum(x)
 #define SIMD_MAX(x) simd_max(x)
 #define SIMD_MIN(x) simd_min(x)
+#define SIMD_XOR(x, mask) simd_shuffle_xor(x, ushort(mask))
+#define SIMD_LANE(x, from) simd_shuffle(x, ushort(from))
 
 #ifndef NO_TILES
 // Tiles of four 8x8 matrices. TILE_LOAD_T loads a right factor that threadgroup memory holds transposed, and

@@ -26,6 +26,7 @@
 #define PREFETCH_LINE(p) ((void)(p))
 #define STREAM(p) (*(p))
 #define PEEK(p) (*(p))
+#define LOAD(p) (*(p))
 #define MASKED(q, mask) float((q) & (mask))
 #define HALF_TO_FLOAT(bits) f16(bits)
 #define FAST_EXP(x) exp(x)
@@ -33,10 +34,13 @@
 #define SIMD_SUM(x) simd_sum(x)
 #define SIMD_MAX(x) simd_max(x)
 #define SIMD_MIN(x) simd_min(x)
+#define SIMD_XOR(x, mask) simd_shuffle(x, lane ^ (mask))
+#define SIMD_LANE(x, from) simd_shuffle(x, from)
 
 float simd_sum(float);
 float simd_max(float);
 uint simd_min(uint);
+float simd_shuffle(float, uint);
 template <class To, class From> To as_type(From from) { return __builtin_astype(from, To); }
 
 #include "declared_tiles.h"

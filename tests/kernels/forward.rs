@@ -157,12 +157,13 @@ fn shared_pages_are_not_written() {
     let (size, pool, len) = (gpu.info().snapshot_size, gpu.info().pages.unwrap(), PAGE + 3);
     // All keys and values of the page are between 0 and 1.
     let dim = gpu.config().attention.dim;
-    let row = |row: usize| {
-        let integers = (row * dim..(row + 1) * dim).map(|n| (n * 37 % 101 * 323) as i16);
-        integers.flat_map(i16::to_le_bytes).chain((1f32 / 32_639.0).to_le_bytes())
-    };
     let page = |rows: usize| -> Vec<u8> {
-        (0..rows * pool.page_bytes() as usize / PAGE / KvFormat::I16.row_bytes(dim)).flat_map(row).collect()
+        // The codes of a head's rows, then their scales.
+        let head = |head: usize| {
+            let integers = (head * rows * dim..(head + 1) * rows * dim).map(|n| (n * 37 % 101 * 323) as i16);
+            integers.flat_map(i16::to_le_bytes).chain((1f32 / 32_639.0).to_le_bytes().repeat(rows))
+        };
+        (0..pool.page_bytes() as usize / PAGE / KvFormat::I16.row_bytes(dim)).flat_map(head).collect()
     };
     let pages = [PAGE, len - PAGE].map(|rows| Arc::new(page(rows).into())).to_vec();
     let made = Snapshot { len, pages, state: vec![0; size.state as usize].into() };

@@ -211,7 +211,16 @@ impl Host {
 
     /// Number of multiplications on matrix units in the last launch.
     pub fn products(&mut self) -> u64 {
-        self.send(b"P", &[], &[]);
+        self.count(b"P")
+    }
+
+    /// Number of loads from keys and values in the last launch. All lanes of a simdgroup load at once.
+    pub fn loads(&mut self) -> u64 {
+        self.count(b"L")
+    }
+
+    fn count(&mut self, what: &[u8]) -> u64 {
+        self.send(what, &[], &[]);
         let mut count = [0; 8];
         self.from.read_exact(&mut count).unwrap();
         u64::from_le_bytes(count)

@@ -390,12 +390,16 @@ fn attend_on(mut host: Host, op: AttentionShape, start: usize, tokens: usize) ->
         if op.format == KvFormat::F32 {
             return host.floats(&paged);
         }
-        let encode = |row: &[f32]| {
-            let max = row.iter().fold(0f32, |max, v| max.max(v.abs())).max(1e-30);
-            let integers = row.iter().map(|v| ((v * (32_639.0 / max)).round_ties_even() as i16).to_le_bytes());
-            integers.flatten().chain((max / 32_639.0).to_le_bytes()).collect::<Vec<u8>>()
+        let encode = |block: &[f32]| {
+            let max = |row: &[f32]| row.iter().fold(0f32, |max, v| max.max(v.abs())).max(1e-30);
+            let integers = block.chunks(dim).flat_map(|row| {
+                let max = max(row);
+                row.iter().map(move |v| ((v * (32_639.0 / max)).round_ties_even() as i16).to_le_bytes())
+            });
+            let scales = block.chunks(dim).flat_map(|row| (max(row) / 32_639.0).to_le_bytes());
+            integers.flatten().chain(scales).collect::<Vec<u8>>()
         };
-        host.bytes(&paged.chunks(dim).flat_map(encode).collect::<Vec<_>>())
+        host.bytes(&paged.chunks(PAGE * dim).flat_map(encode).collect::<Vec<_>>())
     };
     let (mut results, mut tiles, mut halves) = (Vec::new(), Vec::new(), Vec::new());
     for chunk in [tokens, 1] {
@@ -500,8 +504,34 @@ fn attention_matches_reference() {
     attend_case(op(2, 1, 20, 10, 8200), 8190, 4); // the split size doubles
     attend_case(AttentionShape { format: KvFormat::I16, ..op(8, 1, 256, 64, 40) }, 11, 3);
     attend_case(AttentionShape { format: KvFormat::I16, ..op(12, 1, 256, 64, 300) }, 250, 9); // two groups of heads
+    attend_case(AttentionShape { format: KvFormat::I16, ..op(6, 1, 256, 64, 300) }, 252, 6); // three heads share a key
+    attend_case(AttentionShape { format: KvFormat::I16, ..op(16, 1, 128, 32, 40) }, 17, 3); // two threadgroups
+    attend_case(AttentionShape { format: KvFormat::I16, ..op(4, 2, 256, 64, 40) }, 30, 3);
     attend_case(AttentionShape { format: KvFormat::I16, ..op(2, 1, 64, 16, 20) }, 3, 2);
     attend_case(AttentionShape { format: KvFormat::I16, ..op(3, 3, 20, 10, 7) }, 2, 1);
+}
+
+/// Each key and value is read once for four query heads, sixteen bytes per lane at a time.
+#[test]
+fn keys_are_loaded_for_four_heads() {
+    // Query heads of a key head; loads of a key and a value by all simdgroups, with both scales for two positions.
+    for (groups, per_position) in [(8, 2.0 * 3.0), (4, 3.0), (6, 2.0 * 3.0), (16, 4.0 * 3.0)] {
+        let shape = AttentionShape { format: KvFormat::I16, ..op(groups, 1, 256, 64, 512) };
+        let mut host = Host::fast();
+        let bytes = shape.cache_bytes();
+        let [keys, values] = [(); 2].map(|()| host.bytes(&vec![0; bytes]));
+        let table = host.words(&[0, 1]);
+        let cache = KvCache { keys, values, table, recent: Default::default() };
+        let (tokens, start) = (1, 511);
+        let q = host.floats(&vec![1.0; groups * 256]);
+        let proj = host.floats(&vec![0.0; shape.width()]);
+        let [partials, y] = [shape.partials(start, 1) * 4, groups * 1024].map(|bytes| host.empty(bytes));
+        host.twice = false;
+        let op = Attention { shape: &shape, start, tokens, q, cache, proj, partials, y };
+        let [splits, _] = op.launches(1, false).next().unwrap();
+        host.run(&splits);
+        assert_eq!(host.loads() as f64 / 512.0, per_position, "{groups} query heads");
+    }
 }
 
 /// The keys and values that a device stores for rows of `proj`.

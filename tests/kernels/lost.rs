@@ -124,7 +124,7 @@ fn cpu_continues_from_lost_devices_snapshot() {
         if math == CpuArithmetic::Integer {
             let page = kept.pages[0].copied().unwrap();
             assert_eq!(page.len(), own.len());
-            check_rows(page, &own, model.config().attention.dim);
+            check_rows(page, &own, model.config().attention.dim, first.len());
         }
         plan_fault(&control, 0, Fault::Hangs);
         assert!(model.forward(&mut state, rest, Rows::All).is_err());
@@ -139,16 +139,21 @@ fn cpu_continues_from_lost_devices_snapshot() {
 }
 
 /// Checks that the 16-bit rows of both devices differ by no more than the f32 sums from which they were rounded.
-fn check_rows(found: &[u8], expected: &[u8], dim: usize) {
-    let decode = |row: &[u8]| {
-        let (integers, scale) = row.split_at(2 * dim);
-        let scale = f32::from_le_bytes(scale.try_into().unwrap());
-        integers.as_chunks().0.iter().map(|pair| f32::from(i16::from_le_bytes(*pair)) * scale).collect::<Vec<_>>()
+/// Each head has `rows` rows.
+fn check_rows(found: &[u8], expected: &[u8], dim: usize, rows: usize) {
+    let decode = |head: &[u8]| -> Vec<Vec<f32>> {
+        let (integers, scales) = head.split_at(rows * KvFormat::I16.code_bytes(dim));
+        let scales = scales.as_chunks().0.iter().map(|scale| f32::from_le_bytes(*scale));
+        let rows = integers.chunks_exact(2 * dim).zip(scales);
+        let row = |row: &[u8], scale: f32| {
+            row.as_chunks().0.iter().map(|pair| f32::from(i16::from_le_bytes(*pair)) * scale).collect()
+        };
+        rows.map(|(integers, scale)| row(integers, scale)).collect()
     };
-    let bytes = KvFormat::I16.row_bytes(dim);
+    let bytes = rows * KvFormat::I16.row_bytes(dim);
     assert!(found.len().is_multiple_of(bytes));
-    for (found, expected) in found.chunks_exact(bytes).zip(expected.chunks_exact(bytes)) {
-        let (found, expected) = (decode(found), decode(expected));
+    let heads = found.chunks_exact(bytes).zip(expected.chunks_exact(bytes));
+    for (found, expected) in heads.flat_map(|(found, expected)| decode(found).into_iter().zip(decode(expected))) {
         let max = expected.iter().fold(0f32, |max, value| max.max(value.abs()));
         let off = common::distance(&found, &expected) / max;
         assert!(off < 2e-4, "a row differs by {off} of its largest value");

@@ -330,6 +330,23 @@ fn unneeded_files_are_removed_at_start() {
 }
 
 #[test]
+fn files_of_other_versions_are_removed_at_start() {
+    let dir = tempfile::tempdir().unwrap();
+    let options = options(dir.path());
+    drop(cache_with_two(&options));
+    let states = files(dir.path(), "state");
+    assert!(states.len() > 1);
+    for path in states.iter().chain(&files(dir.path(), "page")) {
+        let mut bytes = fs::read(path).unwrap();
+        bytes[7] -= 1;
+        fs::write(path, bytes).unwrap();
+    }
+    let second = open(&options);
+    assert_eq!(second.status().disk.unwrap().snapshots, 0);
+    assert!(files(dir.path(), "state").is_empty() && files(dir.path(), "page").is_empty());
+}
+
+#[test]
 fn special_and_oversized_files_are_ignored() {
     let dir = tempfile::tempdir().unwrap();
     let options = options(dir.path());

@@ -4,7 +4,7 @@
 //! ```text
 //! DIR/KEY/LEN-DIGEST.state   header, recurrent states, tokens, keys and values after the last whole page
 //! DIR/KEY/DIGEST.page        header, keys and values of 256 positions
-//! header (64 bytes): "MOESTRO2", the key (32 bytes), then as little-endian u64: number of tokens, number of bytes
+//! header (64 bytes): "MOESTRO3", the key (32 bytes), then as little-endian u64: number of tokens, number of bytes
 //!                    after the header, CRC-32 of these bytes
 //! ```
 //!
@@ -29,7 +29,8 @@ use std::{
     time::SystemTime,
 };
 
-const MAGIC: &[u8; 8] = b"MOESTRO2";
+/// The last digit is the version of the files and of the layout of keys and values.
+const MAGIC: &[u8; 8] = b"MOESTRO3";
 const HEADER: usize = 64;
 const FILE_MODE: u32 = 0o600;
 
@@ -57,7 +58,7 @@ pub struct StoredSnapshot {
 
 impl SnapshotFiles {
     /// Opens the files of `key` below `root`. Removes temporary files, and snapshots that are damaged, belong to
-    /// another key, or have more than `max_tokens` tokens. The caller must hold the lock of `root`.
+    /// another key, or have more than `max_tokens` tokens. Removes the files of all keys in another version of the format. The caller must hold the lock of `root`.
     pub fn open(
         root: &Path,
         key: &str,
@@ -65,6 +66,7 @@ impl SnapshotFiles {
         max_tokens: usize,
     ) -> io::Result<(Self, Vec<StoredSnapshot>)> {
         let key: [u8; 32] = Sha256::digest(key).into();
+        remove_other_versions(root)?;
         let dir = root.join(hex::encode(&key[..16]));
         fs::DirBuilder::new().recursive(true).mode(0o700).create(&dir)?;
         // Write a file now, so that an unwritable directory is reported at the start and not at the first snapshot.
@@ -342,6 +344,33 @@ impl SnapshotFiles {
         }
         Ok((number(0), number(1), number(2)))
     }
+}
+
+/// Removes the directories of keys whose files have another version. Such files are never used again. A directory that
+/// cannot be removed stays.
+fn remove_other_versions(root: &Path) -> io::Result<()> {
+    let mut removed = 0;
+    for dir in key_dirs(root)? {
+        let is_stored = |path: &PathBuf| has_extension(path, "state") || has_extension(path, "page");
+        if regular_files(&dir)?.iter().find(|path| is_stored(path)).is_some_and(|path| is_other_version(path)) {
+            match fs::remove_dir_all(&dir) {
+                Ok(()) => removed += 1,
+                Err(error) => tracing::debug!(path = %dir.display(), %error, "cannot remove unusable prompt snapshots"),
+            }
+        }
+    }
+    if removed > 0 {
+        tracing::info!("removed {removed} directories of prompt snapshots, which another version of Moestro wrote");
+    }
+    Ok(())
+}
+
+/// True if the file has another version of the format.
+fn is_other_version(path: &Path) -> bool {
+    let mut magic = [0; MAGIC.len()];
+    let name = MAGIC.len() - 1;
+    let is_read = fs::File::open(path).and_then(|mut file| file.read_exact(&mut magic)).is_ok();
+    is_read && magic[..name] == MAGIC[..name] && magic != *MAGIC
 }
 
 /// Removes the snapshots of all keys below `root`. A running server that has a removed snapshot in its index recomputes

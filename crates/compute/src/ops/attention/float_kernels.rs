@@ -21,6 +21,8 @@ const STRIP: usize = 32;
 /// Distance of the prefetched strip from the strip in use, in strips. Lines are prefetched in memory order, because the
 /// hardware prefetcher then fetches further ahead than software prefetches can.
 const PREFETCH_STRIPS: usize = 2;
+/// Number of scales in one cache line.
+const LINE_SCALES: usize = 16;
 
 wide! {
     /// Scores of a block: `scores[n][i] = q[n] . key[seen.start + i]`.
@@ -42,10 +44,10 @@ wide! {
             };
         }
         for (index, key) in (seen.start + done..seen.end).enumerate() {
-            let row = keys.row(head, key);
-            let [lanes] = dot_lanes::<V, T, N, 1>(q, &[T::values(row)], None);
+            let (row, scale) = keys.row(head, key);
+            let [lanes] = dot_lanes::<V, T, N, 1>(q, &[row], None);
             for n in 0..N {
-                scores[n][done + index] = lanes[n].sum() * T::scale(row);
+                scores[n][done + index] = lanes[n].sum() * scale;
             }
         }
     }
@@ -63,12 +65,11 @@ fn qk_blocks<V: Vector, T: KvElement, const N: usize, const K: usize>(
     let count = seen.len() / K * K;
     for index in (0..count).step_by(K) {
         let ahead = keys.prefetch_address(head, seen.start + index, PREFETCH_BYTES);
+        V::prefetch(keys.prefetch_scale(head, seen.start + index, PREFETCH_BYTES / (keys.dim * size_of::<T>())));
         let mut rows: [&[T]; K] = [&[]; K];
         let mut scales = [0f32; K];
         for k in 0..K {
-            let row = keys.row(head, seen.start + index + k);
-            rows[k] = T::values(row);
-            scales[k] = T::scale(row);
+            (rows[k], scales[k]) = keys.row(head, seen.start + index + k);
         }
         let lanes = dot_lanes::<V, T, N, K>(q, &rows, Some(ahead));
         let mut all = [V::splat(0.0); 16];
@@ -96,14 +97,17 @@ wide! {
         head: usize,
         seen: Range<usize>,
     ) {
-        let dim = T::values(values.row(head, seen.start)).len();
+        let dim = values.dim;
         for first in (0..seen.len()).step_by(STRIP) {
             let strip = first..(first + STRIP).min(seen.len());
             let rows = values.rows(head, seen.start + first, strip.len());
             // Scales are loaded strip by strip, because the lines of later strips are not prefetched yet.
             let mut scales = [0f32; STRIP];
-            for (scale, row) in scales.iter_mut().zip(rows.iter()) {
-                *scale = T::scale(row);
+            for (row, scale) in scales[..strip.len()].iter_mut().enumerate() {
+                *scale = rows.scale(row);
+            }
+            for line in (0..STRIP).step_by(LINE_SCALES) {
+                V::prefetch(values.prefetch_scale(head, seen.start + first, PREFETCH_STRIPS * STRIP + line));
             }
             for scores in scores.iter_mut() {
                 for (score, scale) in scores[strip.clone()].iter_mut().zip(&scales) {
@@ -111,8 +115,8 @@ wide! {
                 }
             }
             // Each pass over a range of columns prefetches its share of the cache lines.
-            let ahead = values.prefetch_address(head, seen.start + first, PREFETCH_STRIPS * STRIP * rows.width * size_of::<T>());
-            let ahead = |at: usize| ahead.wrapping_add(at * STRIP * rows.width / dim * size_of::<T>());
+            let ahead = values.prefetch_address(head, seen.start + first, PREFETCH_STRIPS * STRIP * dim * size_of::<T>());
+            let ahead = |at: usize| ahead.wrapping_add(at * STRIP * size_of::<T>());
             let mut at = 0;
             while V::HAS_32_REGISTERS && at + 32 <= dim {
                 accumulate::<V, T, N, 2>(sums, width, scores, strip.clone(), &rows, at, ahead(at));
@@ -248,7 +252,7 @@ fn accumulate<V: Vector, T: KvElement, const N: usize, const C: usize>(
         parts[n] = &scores[n][strip.clone()];
     }
     for (index, row) in rows.iter().enumerate().take(strip.len()) {
-        let row = &T::values(row)[at..];
+        let row = &row[at..];
         let piece = C * size_of::<[T; 16]>();
         for line in (0..piece).step_by(64) {
             V::prefetch(ahead.wrapping_add(index * piece + line));

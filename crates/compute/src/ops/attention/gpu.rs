@@ -82,7 +82,8 @@ impl AttentionShape {
         tokens * self.heads * self.splits_of(start, tokens, rows) * (self.dim + 2)
     }
 
-    fn args(&self, start: usize, tokens: usize, rows: Option<SequenceRows>) -> Vec<u32> {
+    /// Arguments of the kernels of one launch. `lane_columns` is the order of partial results.
+    fn args(&self, start: usize, tokens: usize, rows: Option<SequenceRows>, lane_columns: usize) -> Vec<u32> {
         assert!(self.dim <= 256 && self.heads / self.kv_heads <= 32, "heads of {}", self.dim);
         let end = rows.map_or(start + tokens, |rows| rows.starts[1] + 1);
         assert!(end <= self.context, "position {end} of {}", self.context);
@@ -92,12 +93,26 @@ impl AttentionShape {
         args.extend([self.eps.to_bits(), (1.0 / (self.dim as f32).sqrt()).to_bits()]);
         args.extend([self.recent.map_or(0, |recent| recent.capacity as u32), MIN_SPLIT as u32]);
         args.push(rows.map_or(0, |_| self.pages() as u32));
+        args.push(lane_columns as u32);
         args
     }
 
     /// True if the kernel on matrix units can compute the splits.
     pub(in crate::ops) fn fits_tiles(&self) -> bool {
         self.dim == 256 && self.format == KvFormat::I16
+    }
+
+    /// Number of query heads that share a simdgroup with each key and value, if the kernel has this many for the shape.
+    fn shared_heads(&self) -> Option<usize> {
+        let groups = self.heads / self.kv_heads;
+        let is_full = self.recent.is_none() && matches!(self.dim, 128 | 256);
+        [4, 3].into_iter().find(|heads| is_full && groups.is_multiple_of(*heads))
+    }
+
+    /// Number of adjacent columns of a lane, in which order the splits are stored. 1 means column by column.
+    fn lane_columns(&self, on_tiles: bool) -> usize {
+        let is_ordered = self.format != KvFormat::I16 || on_tiles && self.fits_tiles();
+        if is_ordered || self.shared_heads().is_none() { 1 } else { self.dim / 32 }
     }
 
     /// The kernel that computes the splits, its number of threads per threadgroup, and its number of threadgroups per
@@ -107,14 +122,23 @@ impl AttentionShape {
         if on_tiles && self.fits_tiles() {
             return ("attention_decode_tiles", 128, self.kv_heads * groups.div_ceil(8));
         }
-        // A simdgroup computes two query heads, or one if the number of query heads per key head is odd.
-        let simdgroups = if groups.is_multiple_of(2) { groups / 2 } else { groups };
+        let (simdgroups, threadgroups) = match self.shared_heads() {
+            // One or two sets of heads in a threadgroup. Two simdgroups share the positions of a set.
+            Some(heads) => {
+                let sets = groups / heads;
+                let at_once = if sets.is_multiple_of(2) { 2 } else { 1 };
+                (2 * at_once, self.kv_heads * sets / at_once)
+            }
+            // A simdgroup computes two query heads, or one if the number of query heads per key head is odd.
+            None if groups.is_multiple_of(2) => (groups / 2, self.kv_heads),
+            None => (groups, self.kv_heads),
+        };
         let kernel = self.kernel(if self.dim <= 128 {
             ["attention_decode_128", "attention_decode_128_i16", "attention_decode_128_q8", "attention_decode_128_q4"]
         } else {
             ["attention_decode_256", "attention_decode_256_i16", "attention_decode_256_q8", "attention_decode_256_q4"]
         });
-        (kernel, 32 * simdgroups as u32, self.kv_heads)
+        (kernel, 32 * simdgroups as u32, threadgroups)
     }
 
     /// The kernels with the largest threadgroups, and their numbers of threads.
@@ -158,7 +182,7 @@ impl KvWrite<'_> {
         let Self { shape, start, tokens, proj, norm_rope, q, cache } = *self;
         let mut launch = Launch {
             kernel: shape.kernel(["qk_norm_rope", "qk_norm_rope_i16", "qk_norm_rope_q8", "qk_norm_rope_q4"]),
-            args: shape.args(start, tokens, rows),
+            args: shape.args(start, tokens, rows, 1),
             bindings: vec![
                 Binding::read(proj.floats(tokens * shape.width())),
                 Binding::read(norm_rope.q_norm.floats(shape.dim)),
@@ -197,7 +221,7 @@ impl Attention<'_> {
             let count = at_once.min(tokens - first);
             let part = self.part(first, count);
             let rows = rows.map(|rows| rows.part(first, count));
-            [part.splits(on_tiles, rows), part.merge(rows)]
+            [part.splits(on_tiles, rows), part.merge(on_tiles, rows)]
         })
     }
 
@@ -225,7 +249,7 @@ impl Attention<'_> {
         bindings.push(Binding::write(partials.floats(shape.partials_of(start, tokens, rows))));
         Launch {
             kernel,
-            args: shape.args(start, tokens, rows),
+            args: shape.args(start, tokens, rows, shape.lane_columns(on_tiles)),
             bindings,
             grid: [shape.splits_of(start, tokens, rows) as u32, groups as u32, tokens as u32],
             threads,
@@ -233,13 +257,13 @@ impl Attention<'_> {
         }
     }
 
-    fn merge(&self, rows: Option<SequenceRows>) -> Launch {
+    fn merge(&self, on_tiles: bool, rows: Option<SequenceRows>) -> Launch {
         let Self { shape, start, tokens, proj, cache, partials, y, .. } = *self;
         // The merge of a quantized cache transforms a whole head, so one threadgroup computes all columns of a head.
         let columns = if shape.recent.is_some() { 1 } else { shape.dim.div_ceil(32) };
         Launch {
             kernel: shape.merge_kernel(),
-            args: shape.args(start, tokens, rows),
+            args: shape.args(start, tokens, rows, shape.lane_columns(on_tiles)),
             bindings: vec![
                 Binding::read(proj.floats(tokens * shape.width())),
                 Binding::read(partials.floats(shape.partials_of(start, tokens, rows))),
@@ -325,6 +349,38 @@ mod tests {
         assert_eq!(quant_splits_at(4160), (128, 32));
         let few = |position: usize| MAX_RECENT_SPLITS + quant_splits_at(position).0;
         assert!((0..600_000).step_by(77).all(|position| few(position) <= max_splits(position + 1)));
+    }
+
+    #[test]
+    fn four_query_heads_share_a_simdgroup() {
+        let shape = |groups: usize, dim: usize, format: KvFormat| AttentionShape {
+            heads: 2 * groups,
+            kv_heads: 2,
+            dim,
+            rope_dim: 16,
+            eps: 1e-6,
+            context: 9000,
+            format,
+            recent: None,
+        };
+        // Query heads per key head; threads, threadgroups of a split and order of the partial results.
+        for (groups, dim, expected) in [
+            (8, 256, (128, 2, 8)),
+            (16, 256, (128, 4, 8)),
+            (4, 128, (64, 2, 4)),
+            (12, 256, (64, 6, 8)),
+            (6, 256, (128, 2, 8)),
+            (3, 256, (64, 2, 8)),
+            (2, 256, (32, 2, 1)),
+            (5, 256, (160, 2, 1)),
+            (8, 64, (128, 2, 1)),
+        ] {
+            let shape = shape(groups, dim, KvFormat::I16);
+            let (_, threads, threadgroups) = shape.decode_kernel(false);
+            assert_eq!((threads, threadgroups, shape.lane_columns(false)), expected, "{groups} heads of {dim}");
+        }
+        assert_eq!(shape(8, 256, KvFormat::I16).lane_columns(true), 1);
+        assert_eq!(shape(8, 256, KvFormat::F32).lane_columns(false), 1);
     }
 
     #[test]

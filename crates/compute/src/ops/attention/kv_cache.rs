@@ -1,6 +1,7 @@
-//! Rows of the KV cache, one for each position, in pages `[kv_heads, PAGE, row]` or a ring `[kv_heads, capacity, row]`.
+//! Rows of the KV cache, one for each position, in pages or a ring. Both have one block for each key head, in the layout
+//! of `kv_format.rs`.
 //!
-//! An f32 row is its `dim` values. An i16 row is `dim` integers and one f32 scale, stored as two i16, low half first.
+//! An f32 row is its `dim` values. An i16 row is `dim` integers, with one f32 scale, stored as two i16, low half first.
 //! The scale is the row's largest magnitude divided by 32639. An i16 row has half the bytes of an f32 row. At long
 //! contexts, decoding spends most of its time reading the cache. The error of a value is at most 2e-5 of the row's
 //! largest value, less than that of bf16.
@@ -22,19 +23,13 @@ const FORMAT: quant::ActivationFormat =
 
 /// An element type of cached rows.
 pub(in crate::ops) trait KvElement: Copy + Default + Sync + bytemuck::Pod {
-    /// Number of elements at the end of a row that hold its scale.
+    /// Number of elements that hold the scale of a row.
     const SCALE_ELEMENTS: usize;
 
     fn load<V: Vector>(x: &[Self; 16]) -> V;
 
-    /// The factor that all values of `row` are multiplied by.
-    fn scale(row: &[Self]) -> f32;
-
-    /// The values of a row without its scale.
-    #[inline(always)]
-    fn values(row: &[Self]) -> &[Self] {
-        &row[..row.len() - Self::SCALE_ELEMENTS]
-    }
+    /// The factor that all values of row `row` are multiplied by. `scales` are the scales of all rows.
+    fn scale(scales: &[Self], row: usize) -> f32;
 }
 
 impl KvElement for f32 {
@@ -46,7 +41,7 @@ impl KvElement for f32 {
     }
 
     #[inline(always)]
-    fn scale(_: &[f32]) -> f32 {
+    fn scale(_: &[f32], _: usize) -> f32 {
         1.0
     }
 }
@@ -60,9 +55,9 @@ impl KvElement for i16 {
     }
 
     #[inline(always)]
-    fn scale(row: &[i16]) -> f32 {
-        let bits = |back: usize| u32::from(row[row.len() - back] as u16);
-        f32::from_bits(bits(2) | bits(1) << 16)
+    fn scale(scales: &[i16], row: usize) -> f32 {
+        let [low, high] = [scales[2 * row], scales[2 * row + 1]].map(|half| u32::from(half as u16));
+        f32::from_bits(low | high << 16)
     }
 }
 
@@ -72,7 +67,7 @@ pub(in crate::ops) struct KvView<'a, T> {
     data: &'a [T],
     /// The next page, to prefetch.
     next: &'a [T],
-    width: usize,
+    pub dim: usize,
     /// Number of positions in `data`.
     pub capacity: usize,
     /// Position of the first row, a multiple of `capacity`.
@@ -80,13 +75,12 @@ pub(in crate::ops) struct KvView<'a, T> {
 }
 
 impl<'a, T: KvElement> KvView<'a, T> {
-    /// Views the cache at `position`: a ring `[count, capacity, row]`, or the pages `[count, PAGE, row]` that `table`
-    /// lists in order. Rows have `dim` values.
+    /// Views the cache at `position`: a ring of `count` blocks, or the pages of `count` blocks that `table` lists in
+    /// order. A block has `capacity` rows of `dim` values.
     #[inline(always)]
     pub fn at(bytes: &'a [u8], table: Option<&[u32]>, [count, capacity, dim]: [usize; 3], position: usize) -> Self {
         let data = bytemuck::cast_slice(bytes);
-        let width = dim + T::SCALE_ELEMENTS;
-        let size = count * capacity * width;
+        let size = count * capacity * (dim + T::SCALE_ELEMENTS);
         let page = |index: usize| match table {
             Some(table) => table.get(index).map(|page| &data[*page as usize * size..][..size]),
             None => Some(&data[..size]),
@@ -95,21 +89,33 @@ impl<'a, T: KvElement> KvView<'a, T> {
         let data = page(index).unwrap_or_default();
         // If there is no next page, this page is prefetched again, because prefetching unmapped memory costs a
         // page-table walk each time.
-        Self { data, next: page(index + 1).unwrap_or(data), width, capacity, first: index * capacity }
+        Self { data, next: page(index + 1).unwrap_or(data), dim, capacity, first: index * capacity }
     }
 
-    /// Address `bytes` after the row of `position`, to prefetch. The address may be outside the cache.
+    /// Number of elements of a block.
+    #[inline(always)]
+    fn block(&self) -> usize {
+        self.capacity * (self.dim + T::SCALE_ELEMENTS)
+    }
+
+    /// Address `bytes` after the values of `position`, to prefetch. The values of the next page follow. The address may
+    /// be outside the cache.
     #[inline(always)]
     pub fn prefetch_address(&self, head: usize, position: usize, bytes: usize) -> *const u8 {
-        let of = |data: &[T], row: usize| data.as_ptr().cast::<u8>().wrapping_add(row * self.width * size_of::<T>());
-        let row = self.row_index(position);
-        let beyond = self.capacity * self.width * size_of::<T>();
-        let at = row * self.width * size_of::<T>() + bytes;
-        if at < beyond {
-            of(self.data, head * self.capacity).wrapping_add(at)
-        } else {
-            of(self.next, head * self.capacity).wrapping_add(at - beyond)
-        }
+        let row = self.dim * size_of::<T>();
+        let at = self.row_index(position) * row + bytes;
+        let end = self.capacity * row;
+        let (data, at) = if at < end { (self.data, at) } else { (self.next, at - end) };
+        data.as_ptr().wrapping_add(head * self.block()).cast::<u8>().wrapping_add(at)
+    }
+
+    /// Address of the scale `rows` after that of `position`, to prefetch. The address may be outside the cache.
+    #[inline(always)]
+    pub fn prefetch_scale(&self, head: usize, position: usize, rows: usize) -> *const u8 {
+        let at = self.row_index(position) + rows;
+        let (data, at) = if at < self.capacity { (self.data, at) } else { (self.next, at - self.capacity) };
+        let scales = head * self.block() + self.capacity * self.dim;
+        data.as_ptr().wrapping_add(scales + at * T::SCALE_ELEMENTS).cast::<u8>()
     }
 
     /// The row number of a position.
@@ -122,28 +128,39 @@ impl<'a, T: KvElement> KvView<'a, T> {
     /// The rows of positions `first..first + count`.
     #[inline(always)]
     pub fn rows(&self, head: usize, first: usize, count: usize) -> KvRows<'a, T> {
-        let start = (head * self.capacity + self.row_index(first)) * self.width;
-        KvRows { data: &self.data[start..start + count * self.width], width: self.width }
+        let (values, scales) = self.data[head * self.block()..][..self.block()].split_at(self.capacity * self.dim);
+        let index = self.row_index(first);
+        let values = &values[index * self.dim..][..count * self.dim];
+        let scales = &scales[index * T::SCALE_ELEMENTS..][..count * T::SCALE_ELEMENTS];
+        KvRows { values, scales, dim: self.dim }
     }
 
+    /// The values of a position, and their scale.
     #[inline(always)]
-    pub fn row(&self, head: usize, position: usize) -> &'a [T] {
-        &self.data[(head * self.capacity + self.row_index(position)) * self.width..][..self.width]
+    pub fn row(&self, head: usize, position: usize) -> (&'a [T], f32) {
+        let row = self.rows(head, position, 1);
+        (row.values, row.scale(0))
     }
 }
 
 /// Consecutive rows of one head.
 #[derive(Clone, Copy)]
 pub(in crate::ops) struct KvRows<'a, T> {
-    data: &'a [T],
-    /// Number of elements in a row, including its scale.
-    pub width: usize,
+    values: &'a [T],
+    scales: &'a [T],
+    dim: usize,
 }
 
 impl<'a, T: KvElement> KvRows<'a, T> {
+    /// The values of each row.
     #[inline(always)]
     pub fn iter(&self) -> impl Iterator<Item = &'a [T]> {
-        self.data.chunks_exact(self.width)
+        self.values.chunks_exact(self.dim)
+    }
+
+    #[inline(always)]
+    pub fn scale(&self, row: usize) -> f32 {
+        T::scale(self.scales, row)
     }
 }
 
@@ -243,32 +260,45 @@ impl AttentionShape {
         position: usize,
         scratch: &mut [i32; MAX_HEAD_DIM],
     ) -> Result<(), DeviceError> {
-        let from =
-            |first: usize, capacity: usize, bytes: usize| ((first + head) * capacity + position % capacity) * bytes..;
-        let bytes = self.format.row_bytes(self.dim);
-        let to = &mut cache[from(page * self.kv_heads, PAGE, bytes)][..bytes];
+        let to = self.format.row_mut(self.dim, cache, page * self.kv_heads + head, PAGE, position);
         let Some((bits, ring)) = kv_quant::bits(self.format).zip(self.recent) else {
             return store_row(self.format, row, to, scratch);
         };
         kv_quant::hadamard(row);
-        kv_quant::quantize_row(bits, row, to);
-        let bytes = ring.format.row_bytes(self.dim);
-        store_row(ring.format, row, &mut recent[from(0, ring.capacity, bytes)][..bytes], scratch)
+        let [codes, scales] = to;
+        kv_quant::quantize_row(bits, row, codes, scales);
+        let to = ring.format.row_mut(self.dim, recent, head, ring.capacity, position);
+        store_row(ring.format, row, to, scratch)
     }
 }
 
-/// Stores one row in `format`.
-fn store_row(format: KvFormat, row: &[f32], to: &mut [u8], wide: &mut [i32; MAX_HEAD_DIM]) -> Result<(), DeviceError> {
+impl KvFormat {
+    /// The codes and the scales of a position's row, in block number `block` of `bytes`. A block has `capacity` rows.
+    fn row_mut(self, dim: usize, bytes: &mut [u8], block: usize, capacity: usize, position: usize) -> [&mut [u8]; 2] {
+        let size = capacity * self.row_bytes(dim);
+        let [codes, scales] = self.row_ranges(dim, capacity, position % capacity, 1);
+        let (before, after) = bytes[block * size..][..size].split_at_mut(codes.end);
+        [&mut before[codes.clone()], &mut after[scales.start - codes.end..scales.end - codes.end]]
+    }
+}
+
+/// Stores one row in `format`, as codes and scales.
+fn store_row(
+    format: KvFormat,
+    row: &[f32],
+    [codes, scales]: [&mut [u8]; 2],
+    wide: &mut [i32; MAX_HEAD_DIM],
+) -> Result<(), DeviceError> {
     match format {
-        KvFormat::F32 => to.copy_from_slice(bytemuck::cast_slice(row)),
+        KvFormat::F32 => codes.copy_from_slice(bytemuck::cast_slice(row)),
         KvFormat::I16 => {
-            let (values, scale) = bytemuck::cast_slice_mut::<u8, i16>(to).split_at_mut(row.len());
+            let values = bytemuck::cast_slice_mut::<u8, i16>(codes);
             let wide = &mut wide[..row.len()];
             let (factor, _) = quant::quantize(row, wide, FORMAT);
             for (value, wide) in values.iter_mut().zip(&*wide) {
                 *value = *wide as i16;
             }
-            scale.copy_from_slice(&[factor.to_bits() as i16, (factor.to_bits() >> 16) as i16]);
+            scales.copy_from_slice(&factor.to_le_bytes());
         }
         KvFormat::Eight | KvFormat::Four => {
             return refuse(format!("the CPU does not support the cache format {format:?}"));

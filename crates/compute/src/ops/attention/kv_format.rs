@@ -1,4 +1,9 @@
-//! The number formats of cached keys and values.
+//! The number formats of cached keys and values, and the layout of their rows.
+//!
+//! The positions of one head in one page, or in a ring, are a *block*: the codes of all its positions, then the scales
+//! of all its positions. So the codes of a row fill whole cache lines if the head's dimension is a multiple of 64.
+
+use std::ops::Range;
 
 /// The number format of cached keys and values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -13,14 +18,35 @@ pub enum KvFormat {
 }
 
 impl KvFormat {
-    /// Number of bytes of one row of `dim` values.
-    pub fn row_bytes(self, dim: usize) -> usize {
+    /// Number of bytes of the codes of one row of `dim` values.
+    pub fn code_bytes(self, dim: usize) -> usize {
         match self {
             KvFormat::F32 => 4 * dim,
-            KvFormat::I16 => 2 * (dim + 2),
-            KvFormat::Eight => row_bytes(8, dim),
-            KvFormat::Four => row_bytes(4, dim),
+            KvFormat::I16 => 2 * dim,
+            KvFormat::Eight => dim,
+            KvFormat::Four => dim / 2,
         }
+    }
+
+    /// Number of bytes of the scales of one row of `dim` values.
+    pub fn scale_bytes(self, dim: usize) -> usize {
+        match self {
+            KvFormat::F32 => 0,
+            KvFormat::I16 => 4,
+            KvFormat::Eight | KvFormat::Four => dim / GROUP * 2,
+        }
+    }
+
+    /// Number of bytes of one row of `dim` values with its scales.
+    pub fn row_bytes(self, dim: usize) -> usize {
+        self.code_bytes(dim) + self.scale_bytes(dim)
+    }
+
+    /// The codes and the scales of rows `first..first + count`, as byte ranges of a block of `capacity` rows.
+    pub fn row_ranges(self, dim: usize, capacity: usize, first: usize, count: usize) -> [Range<usize>; 2] {
+        let [codes, scales] = [self.code_bytes(dim), self.scale_bytes(dim)];
+        let start = capacity * codes + first * scales;
+        [first * codes..(first + count) * codes, start..start + count * scales]
     }
 }
 
@@ -47,8 +73,3 @@ impl KvBits {
 
 /// Number of values that share a scale.
 pub const GROUP: usize = 32;
-
-/// Number of bytes of one row of `dim` values and its scales.
-pub(crate) fn row_bytes(bits: usize, dim: usize) -> usize {
-    dim * bits / 8 + dim / GROUP * 2
-}

@@ -4,14 +4,14 @@
 //! the same matrix, so products with keys do not change. Before the gate, the output of attention is multiplied by the
 //! matrix again, which undoes the transform.
 //!
-//! Then each group of 32 values is stored as integers and one scale: `D * bits / 8` bytes of codes, followed by `D /
-//! 32` bf16 scales. 8-bit integers are -127 to 127. 4-bit integers are the odd numbers from -15 to 15; byte `j` of a
+//! Then each group of 32 values is stored as integers and one bf16 scale: a row has `D * bits / 8` bytes of codes and
+//! `D / 32` scales. 8-bit integers are -127 to 127. 4-bit integers are the odd numbers from -15 to 15; byte `j` of a
 //! group holds value `j` in its low nibble and value `j + 16` in its high nibble.
 //!
 //! A ring keeps the most recent positions exactly. A query at `p` reads positions from [`recent_start`]`(p)` on from
 //! the ring. This start depends on `p` alone, so a row's result does not depend on when the row is computed.
 
-use super::{GROUP, KvFormat, MAX_HEAD_DIM, PAGE, kv_format::row_bytes};
+use super::{GROUP, KvFormat, MAX_HEAD_DIM, PAGE};
 use crate::ops::simd::{
     math::{ROUND, rounded},
     wide,
@@ -59,9 +59,8 @@ wide! {
 }
 
 wide! {
-    /// Quantizes `row`, already transformed, into `to`. A group with a value that is not finite gets the scale NaN.
-    pub(super) fn quantize_row(bits: usize, row: &[f32], to: &mut [u8]) {
-        let (codes, scales) = to.split_at_mut(row.len() * bits / 8);
+    /// Quantizes `row`, already transformed, into codes and scales. A group with a value that is not finite gets the scale NaN.
+    pub(super) fn quantize_row(bits: usize, row: &[f32], codes: &mut [u8], scales: &mut [u8]) {
         let groups = row.chunks_exact(GROUP).zip(codes.chunks_exact_mut(GROUP * bits / 8));
         for ((group, codes), scale) in groups.zip(scales.chunks_exact_mut(2)) {
             // Bit patterns of magnitudes have the same order as the magnitudes, and NaN is the largest.
@@ -96,8 +95,7 @@ wide! {
 
 /// Unpacks the integers of a row, and its scales as f32.
 #[inline(always)]
-pub(super) fn unpack_row(bits: usize, row: &[u8], integers: &mut [i16], scales: &mut [f32]) {
-    let (codes, halves) = row.split_at(integers.len() * bits / 8);
+pub(super) fn unpack_row(bits: usize, [codes, halves]: [&[u8]; 2], integers: &mut [i16], scales: &mut [f32]) {
     for (scale, half) in scales.iter_mut().zip(halves.as_chunks::<2>().0) {
         *scale = f32::from_bits(u32::from(u16::from_le_bytes(*half)) << 16);
     }
@@ -118,8 +116,8 @@ pub(super) fn unpack_row(bits: usize, row: &[u8], integers: &mut [i16], scales: 
 }
 
 wide! {
-    /// Dequantizes a row to `to`. The Hadamard transform is not undone.
-    pub(in crate::ops) fn dequantize_row(bits: usize, row: &[u8], to: &mut [f32]) {
+    /// Dequantizes the codes and the scales of a row to `to`. The Hadamard transform is not undone.
+    pub(in crate::ops) fn dequantize_row(bits: usize, row: [&[u8]; 2], to: &mut [f32]) {
         let mut integers = [0i16; MAX_HEAD_DIM];
         let mut scales = [0f32; MAX_HEAD_DIM / GROUP];
         let integers = &mut integers[..to.len()];
@@ -133,15 +131,15 @@ wide! {
     }
 }
 
-/// Dequantizes rows of `dim` values. The Hadamard transform is not undone.
-pub(in crate::ops) fn dequantize_rows(bits: usize, rows: &[u8], dim: usize) -> Vec<f32> {
-    let rows = rows.chunks_exact(row_bytes(bits, dim));
+/// Dequantizes rows of `dim` values from their codes and scales. The Hadamard transform is not undone.
+pub(in crate::ops) fn dequantize_rows(bits: usize, [codes, scales]: [&[u8]; 2], dim: usize) -> Vec<f32> {
+    let rows = codes.chunks_exact(dim * bits / 8).zip(scales.chunks_exact(dim / GROUP * 2));
     let mut values = vec![0.0; rows.len() * dim];
-    rows.zip(values.chunks_exact_mut(dim)).for_each(|(row, to)| dequantize_row(bits, row, to));
+    rows.zip(values.chunks_exact_mut(dim)).for_each(|((codes, scales), to)| dequantize_row(bits, [codes, scales], to));
     values
 }
 
-/// Quantized rows in pages `[heads, PAGE, row]` that a table lists.
+/// Quantized rows in pages that a table lists.
 #[derive(Clone, Copy)]
 pub(in crate::ops) struct QuantizedKv<'a> {
     pub bits: usize,
@@ -149,28 +147,55 @@ pub(in crate::ops) struct QuantizedKv<'a> {
     bytes: &'a [u8],
     table: &'a [u32],
     heads: usize,
-    /// Number of bytes of a row.
-    pub row: usize,
+    /// Number of bytes of the codes of a row.
+    pub code_row: usize,
+    /// Number of bytes of the scales of a row.
+    pub scale_row: usize,
+}
+
+/// Consecutive quantized rows of one head.
+#[derive(Clone, Copy)]
+pub(in crate::ops) struct CodeRows<'a> {
+    pub codes: &'a [u8],
+    pub scales: &'a [u8],
+}
+
+impl<'a> CodeRows<'a> {
+    /// The codes and the scales of each row of `kv`.
+    #[inline(always)]
+    pub fn iter(self, kv: &QuantizedKv<'_>) -> impl Iterator<Item = [&'a [u8]; 2]> {
+        let rows = self.codes.chunks_exact(kv.code_row).zip(self.scales.chunks_exact(kv.scale_row));
+        rows.map(|(codes, scales)| [codes, scales])
+    }
+
+    /// Number of bytes.
+    pub fn len(self) -> usize {
+        self.codes.len() + self.scales.len()
+    }
 }
 
 impl<'a> QuantizedKv<'a> {
     pub fn new(bits: usize, bytes: &'a [u8], table: &'a [u32], heads: usize, dim: usize) -> Self {
-        Self { bits, dim, bytes, table, heads, row: row_bytes(bits, dim) }
+        Self { bits, dim, bytes, table, heads, code_row: dim * bits / 8, scale_row: dim / GROUP * 2 }
     }
 
     /// `count` rows to prefetch: the first rows of the page after the page of `first`. If there is no such page, the
     /// rows from `first` on.
     #[inline(always)]
-    pub fn next_page_rows(&self, head: usize, first: usize, count: usize) -> &'a [u8] {
+    pub fn next_page_rows(&self, head: usize, first: usize, count: usize) -> CodeRows<'a> {
         let next = first / PAGE * PAGE + PAGE;
         self.rows(head, if next / PAGE < self.table.len() { next } else { first }, count)
     }
 
     /// The rows of positions `first..first + count`, which are in one page.
     #[inline(always)]
-    pub fn rows(&self, head: usize, first: usize, count: usize) -> &'a [u8] {
+    pub fn rows(&self, head: usize, first: usize, count: usize) -> CodeRows<'a> {
         let page = self.table[first / PAGE] as usize;
-        &self.bytes[((page * self.heads + head) * PAGE + first % PAGE) * self.row..][..count * self.row]
+        let size = PAGE * (self.code_row + self.scale_row);
+        let block = &self.bytes[(page * self.heads + head) * size..][..size];
+        let (codes, scales) = block.split_at(PAGE * self.code_row);
+        let part = |bytes: &'a [u8], row: usize| &bytes[first % PAGE * row..][..count * row];
+        CodeRows { codes: part(codes, self.code_row), scales: part(scales, self.scale_row) }
     }
 }
 
@@ -207,14 +232,14 @@ mod tests {
         let mut random = Random(31);
         for (bits, levels) in [(8, 127.0), (4, 15.0)] {
             let row: Vec<f32> = (0..128).map(|at| random.unit() * [1e-3, 1.0, 50.0, 0.0][at / GROUP]).collect();
-            let mut written = vec![0xaa; row_bytes(bits, 128)];
-            quantize_row(bits, &row, &mut written);
+            let (mut codes, mut scales) = (vec![0xaa; 16 * bits], vec![0xaa; 8]);
+            quantize_row(bits, &row, &mut codes, &mut scales);
             for isa in Isa::all() {
-                let mut other = vec![0; written.len()];
-                with(isa, || quantize_row(bits, &row, &mut other));
-                assert_eq!(other, written, "{isa:?}");
+                let mut other = (vec![0; codes.len()], vec![0; scales.len()]);
+                with(isa, || quantize_row(bits, &row, &mut other.0, &mut other.1));
+                assert!(other.0 == codes && other.1 == scales, "{isa:?}");
             }
-            let read = dequantize_rows(bits, &written, 128);
+            let read = dequantize_rows(bits, [&codes, &scales], 128);
             for (at, (value, read)) in row.iter().zip(&read).enumerate() {
                 let group = &row[at / GROUP * GROUP..][..GROUP];
                 let max = group.iter().fold(0f32, |max, value| max.max(value.abs()));
@@ -230,9 +255,9 @@ mod tests {
         for (bits, bad) in [(8, f32::NAN), (4, f32::INFINITY), (8, f32::MAX * 2.0)] {
             let mut row = vec![1.0; 64];
             row[40] = bad;
-            let mut written = vec![0; row_bytes(bits, 64)];
-            quantize_row(bits, &row, &mut written);
-            let read = dequantize_rows(bits, &written, 64);
+            let (mut codes, mut scales) = (vec![0; 8 * bits], vec![0; 4]);
+            quantize_row(bits, &row, &mut codes, &mut scales);
+            let read = dequantize_rows(bits, [&codes, &scales], 64);
             assert!(read[..32].iter().all(|value| (value - 1.0).abs() < 0.1) && read[32..].iter().all(|v| v.is_nan()));
         }
     }

@@ -42,7 +42,7 @@ mod codes;
 use self::codes::{interleave, signed_bytes, transpose_bytes, transpose_nibbles};
 use super::{
     BLOCK, GROUP, MAX_HEAD_DIM,
-    kv_quant::QuantizedKv,
+    kv_quant::{CodeRows, QuantizedKv},
     kv_quant_operands::{QuantizedQueries, ValueScales},
 };
 use crate::ops::simd::math::ROUND;
@@ -87,7 +87,7 @@ pub(super) unsafe fn qk<const N: usize>(
     queries: &QuantizedQueries,
     first: usize,
     keys: &QuantizedKv<'_>,
-    [rows, next]: [&[u8]; 2],
+    [rows, next]: [CodeRows<'_>; 2],
     scores: &mut [[f32; BLOCK]; N],
 ) {
     let dim = keys.dim;
@@ -104,21 +104,22 @@ pub(super) unsafe fn qk<const N: usize>(
         }
     }
     // Each call of `dots` prefetches `lines` lines.
-    let set_bytes = 16 * keys.row;
-    let calls = rows.len() / (SETS * set_bytes) * groups * N.div_ceil(4);
+    let set_bytes = 16 * keys.code_row;
+    let calls = rows.codes.len() / (SETS * set_bytes) * groups * N.div_ceil(4);
     let lines = next.len().div_ceil(64 * calls.max(1));
     let mut prefetch = RowPrefetch::new(next, calls * lines);
     // `black_box` hides the constant from the compiler. Otherwise the compiler unrolls this loop and computes one query
     // after the other, in one dependency chain.
     let words = std::hint::black_box(WORDS);
     let mut scales = [[[_mm512_setzero_ps(); 2]; MAX_HEAD_DIM / 64]; SETS];
-    for (number, rows) in rows.chunks_exact(SETS * set_bytes).enumerate() {
+    let all_scales = rows.scales.chunks_exact(SETS * 16 * keys.scale_row);
+    for (number, (rows, rows_of_scales)) in rows.codes.chunks_exact(SETS * set_bytes).zip(all_scales).enumerate() {
         let mut sums = [[_mm512_setzero_ps(); SETS]; N];
         for k in 0..SETS {
-            // SAFETY: sixteen rows with two bytes of scales for each group after the codes.
+            // SAFETY: sixteen rows with two bytes of scales for each group.
             unsafe {
-                let at = rows.as_ptr().add(k * set_bytes + dim * bits / 8);
-                codes::scales(at, keys.row, &mut scales[k][..groups / 2]);
+                let at = rows_of_scales.as_ptr().add(k * 16 * keys.scale_row);
+                codes::scales(at, keys.scale_row, &mut scales[k][..groups / 2]);
             }
         }
         for pair in 0..groups / 2 {
@@ -129,7 +130,11 @@ pub(super) unsafe fn qk<const N: usize>(
                     // SAFETY: reads this group's codes of sixteen rows.
                     let codes = unsafe {
                         let at = rows.as_ptr().add(k * set_bytes + group * GROUP * bits / 8);
-                        if bits == 8 { transpose_bytes(at, keys.row) } else { transpose_nibbles(at, keys.row) }
+                        if bits == 8 {
+                            transpose_bytes(at, keys.code_row)
+                        } else {
+                            transpose_nibbles(at, keys.code_row)
+                        }
                     };
                     for word in 0..WORDS {
                         tile[word][k] = codes[word];
@@ -217,12 +222,18 @@ fn words(digits: &[i8; GROUP]) -> &[[u8; 4]; WORDS] {
 struct RowPrefetch {
     at: *const u8,
     stride: usize,
+    /// Number of calls until the codes are done.
+    calls: usize,
+    /// The scales, which are prefetched after the codes.
+    scales: *const u8,
 }
 
 impl RowPrefetch {
     /// Prefetches all of `next` in `calls` calls. With more calls than lines, some lines are prefetched twice.
-    fn new(next: &[u8], calls: usize) -> Self {
-        Self { at: next.as_ptr(), stride: next.len().div_ceil(calls.max(1)) }
+    fn new(next: CodeRows<'_>, calls: usize) -> Self {
+        let stride = next.len().div_ceil(calls.max(1)).max(1);
+        let calls = next.codes.len().div_ceil(stride).max(1);
+        Self { at: next.codes.as_ptr(), stride, calls, scales: next.scales.as_ptr() }
     }
 
     /// Prefetches one more line into L2.
@@ -230,7 +241,8 @@ impl RowPrefetch {
     fn next_line(&mut self) {
         // SAFETY: a prefetch reads nothing, and every processor with AVX-512 has it.
         unsafe { _mm_prefetch::<_MM_HINT_T1>(self.at.cast()) };
-        self.at = self.at.wrapping_add(self.stride);
+        self.calls = self.calls.wrapping_sub(1);
+        self.at = if self.calls == 0 { self.scales } else { self.at.wrapping_add(self.stride) };
     }
 }
 
@@ -245,14 +257,15 @@ pub(super) unsafe fn pv<const N: usize>(
     width: usize,
     weights: &[[f32; BLOCK]; N],
     values: &QuantizedKv<'_>,
-    [rows, next]: [&[u8]; 2],
+    [rows, next]: [CodeRows<'_>; 2],
     value_scales: &mut ValueScales,
 ) {
     let dim = values.dim.min(MAX_HEAD_DIM);
     let bits = values.bits;
-    let stride = values.row;
+    let stride = values.code_row;
     // SAFETY: guaranteed by the caller.
-    unsafe { scales(values, rows, value_scales) };
+    unsafe { scales(values, rows.scales, value_scales) };
+    let rows_of_codes = rows.codes;
     VALUE_TILE.with_borrow_mut(|tile| {
         let zero = _mm512_setzero_si512();
         let tile = tile.get_or_insert_with(|| {
@@ -263,11 +276,11 @@ pub(super) unsafe fn pv<const N: usize>(
         tile.totals.resize(dim / 64 * N, [[zero; 2]; 4]);
         // Lines to prefetch for each quad of 64 values: one while its weights are quantized, one for each pair of
         // queries, and the remaining lines, at least one, while its values are interleaved.
-        let quads = dim / 64 * (rows.len() / stride / QUAD);
+        let quads = dim / 64 * (rows_of_codes.len() / stride / QUAD);
         let with_weights = quads * (1 + N.div_ceil(2));
         let with_values = next.len().div_ceil(64).saturating_sub(with_weights).div_ceil(quads.max(1)).max(1);
         let mut prefetch = RowPrefetch::new(next, quads * with_values + with_weights);
-        for (strip, rows) in rows.chunks_exact(STRIP * QUAD * stride).enumerate() {
+        for (strip, rows) in rows_of_codes.chunks_exact(STRIP * QUAD * stride).enumerate() {
             for pair in 0..dim / 64 {
                 for (rows, values) in rows.chunks_exact(QUAD * stride).zip(&mut tile.values) {
                     for _ in 0..with_values {
@@ -347,7 +360,7 @@ fn store_sums(totals: &[[__m512i; 2]; 4], back: &[f32], sums: &mut [f32]) {
     }
 }
 
-/// Loads the scales of a block's values into `value_scales`.
+/// Loads the scales of a block's values from `rows` into `value_scales`.
 ///
 /// # Safety
 /// As for [`pv`].
@@ -356,9 +369,9 @@ fn store_sums(totals: &[[__m512i; 2]; 4], back: &[f32], sums: &mut [f32]) {
 unsafe fn scales(values: &QuantizedKv<'_>, rows: &[u8], value_scales: &mut ValueScales) {
     let mut some = [[_mm512_setzero_ps(); 2]; MAX_HEAD_DIM / 64];
     let some = &mut some[..values.dim / 64];
-    for (number, rows) in rows.chunks_exact(16 * values.row).enumerate() {
-        // SAFETY: sixteen rows with two bytes of scales for each group after the codes.
-        unsafe { codes::scales(rows.as_ptr().add(values.dim * values.bits / 8), values.row, some) };
+    for (number, rows) in rows.chunks_exact(16 * values.scale_row).enumerate() {
+        // SAFETY: sixteen rows with two bytes of scales for each group.
+        unsafe { codes::scales(rows.as_ptr(), values.scale_row, some) };
         for (pair, some) in some.iter().enumerate() {
             for odd in 0..2 {
                 let to = &mut value_scales.each[2 * pair + odd][16 * number..16 * number + 16];
@@ -368,7 +381,7 @@ unsafe fn scales(values: &QuantizedKv<'_>, rows: &[u8], value_scales: &mut Value
         }
     }
     for group in 0..values.dim / GROUP {
-        value_scales.finish(group, rows.len() / values.row);
+        value_scales.finish(group, rows.len() / values.scale_row);
     }
 }
 

@@ -4,7 +4,7 @@
 
 use super::{
     BLOCK, GROUP, MAX_HEAD_DIM,
-    kv_quant::{QuantizedKv, unpack_row},
+    kv_quant::{CodeRows, QuantizedKv, unpack_row},
     kv_quant_operands::{MAX_WEIGHT, QuantizedQueries, ValueScales},
 };
 use crate::ops::simd::{
@@ -43,14 +43,14 @@ wide! {
         queries: &QuantizedQueries,
         first: usize,
         keys: &QuantizedKv<'_>,
-        rows: &[u8],
+        rows: CodeRows<'_>,
         scores: &mut [[f32; BLOCK]; N],
     ) {
         let mut integers = [0i16; MAX_HEAD_DIM];
         let mut scales = [0f32; MAX_HEAD_DIM / GROUP];
         let integers = &mut integers[..keys.dim];
         let scales = &mut scales[..keys.dim / GROUP];
-        for (index, row) in rows.chunks_exact(keys.row).enumerate() {
+        for (index, row) in rows.iter(keys).enumerate() {
             unpack_row(keys.bits, row, integers, scales);
             for (n, scores) in scores.iter_mut().enumerate() {
                 let row = (first + n) * keys.dim..(first + n + 1) * keys.dim;
@@ -104,16 +104,16 @@ wide! {
         width: usize,
         weights: &[[f32; BLOCK]; N],
         values: &QuantizedKv<'_>,
-        rows: &[u8],
+        rows: CodeRows<'_>,
         value_scales: &mut ValueScales,
     ) {
         let dim = values.dim;
-        let count = rows.len() / values.row;
+        let count = rows.codes.len() / values.code_row;
         let mut integers = [0i16; MAX_HEAD_DIM];
         let mut scales = [0f32; MAX_HEAD_DIM / GROUP];
         let integers = &mut integers[..dim];
         let scales = &mut scales[..dim / GROUP];
-        for (index, row) in rows.chunks_exact(values.row).enumerate() {
+        for (index, row) in rows.iter(values).enumerate() {
             unpack_row(values.bits, row, integers, scales);
             for (group, scale) in scales.iter().enumerate() {
                 value_scales.each[group][index] = *scale;
@@ -123,7 +123,7 @@ wide! {
             value_scales.finish(group, count);
         }
         let mut totals = [[0i32; MAX_HEAD_DIM]; N];
-        for (index, row) in rows.chunks_exact(values.row).enumerate() {
+        for (index, row) in rows.iter(values).enumerate() {
             unpack_row(values.bits, row, integers, scales);
             for (weights, total) in weights.iter().zip(&mut totals) {
                 let weight = weights[index];

@@ -78,15 +78,15 @@ impl AttentionShape {
     }
 }
 
-/// Keys and values in pages `[pages, kv_heads, PAGE, row]` that several sequences share. Position `p` is row `p %
-/// PAGE` of page `table[p / PAGE]`.
+/// Keys and values in pages that several sequences share. A page has a block of [`PAGE`] rows for each key head, in the
+/// layout of `kv_format.rs`. Position `p` is row `p % PAGE` of the blocks of page `table[p / PAGE]`.
 #[derive(Debug, Clone, Copy)]
 pub struct KvCache {
     pub keys: Region,
     pub values: Region,
     /// Page numbers of one sequence, one u32 for each [`PAGE`] positions.
     pub table: Region,
-    /// Keys and values of the recent positions, `[kv_heads, capacity, row]`. Empty if the cache has 16 bits or more.
+    /// Keys and values of the recent positions: a block of `capacity` rows for each key head. Empty if the cache has 16 bits or more.
     pub recent: [Region; 2],
 }
 

@@ -110,7 +110,8 @@ impl BlockAttention<'_> {
             };
             let dequantize = |cache: usize, at: usize, to: &mut [f32]| {
                 if let Some(cache) = quantized.map(|caches| caches[cache]) {
-                    kv_quant::dequantize_row(cache.bits, cache.rows(head / group, at, 1), to);
+                    let row = cache.rows(head / group, at, 1);
+                    kv_quant::dequantize_row(cache.bits, [row.codes, row.scales], to);
                 }
             };
             SCRATCH.with_borrow_mut(|[scores, sums, dequantized]| {
@@ -126,7 +127,7 @@ impl BlockAttention<'_> {
                         score_row(key, q, dim, scores, index, count);
                     } else {
                         dequantize(0, at, dequantized);
-                        score_row::<f32>(dequantized, q, dim, scores, index, count);
+                        score_row::<f32>((dequantized, 1.0), q, dim, scores, index, count);
                     }
                 }
                 for scores in scores.chunks_exact_mut(count) {
@@ -137,7 +138,7 @@ impl BlockAttention<'_> {
                         add_row(value, scores, index, count, sums, padded);
                     } else {
                         dequantize(1, at, dequantized);
-                        add_row::<f32>(dequantized, scores, index, count, sums, padded);
+                        add_row::<f32>((dequantized, 1.0), scores, index, count, sums, padded);
                     }
                 }
                 for (index, y) in y.chunks_exact_mut(dim).enumerate() {
@@ -166,9 +167,8 @@ fn load<V: Vector, T: KvElement>(values: &[T], at: usize) -> V {
 
 wide! {
     /// `scores[query, at] = q . key` for each query.
-    fn score_row[T: KvElement](key: &[T], queries: &[f32], dim: usize, scores: &mut [f32], at: usize, count: usize) {
-        let values = T::values(key);
-        let scale = T::scale(key);
+    fn score_row[T: KvElement](key: (&[T], f32), queries: &[f32], dim: usize, scores: &mut [f32], at: usize, count: usize) {
+        let (values, scale) = key;
         for (index, q) in queries.chunks_exact(dim).enumerate() {
             let mut lanes = V::splat(0.0);
             for first in (0..dim).step_by(16) {
@@ -181,9 +181,8 @@ wide! {
 
 wide! {
     /// `sums[query] += scores[query, at] * value` for each query.
-    fn add_row[T: KvElement](value: &[T], scores: &[f32], at: usize, count: usize, sums: &mut [f32], padded: usize) {
-        let values = T::values(value);
-        let scale = T::scale(value);
+    fn add_row[T: KvElement](value: (&[T], f32), scores: &[f32], at: usize, count: usize, sums: &mut [f32], padded: usize) {
+        let (values, scale) = value;
         for (index, sums) in sums.chunks_exact_mut(padded).enumerate() {
             let weight = V::splat(scores[index * count + at] * scale);
             for (first, sums) in sums.as_chunks_mut::<16>().0.iter_mut().enumerate() {

@@ -69,11 +69,15 @@ impl FilledCache {
     fn rounded(&self, lab: &mut TestCpu, region: Region, head: usize, position: usize) -> Vec<f64> {
         let AttentionShape { kv_heads, dim, format, .. } = self.shape;
         let page = self.shape.pages() - 1 - position / PAGE;
-        let row = format.row_bytes(dim);
-        let mut bytes = vec![0; row];
-        lab.cpu.read(region.part(((page * kv_heads + head) * PAGE + position % PAGE) * row, row), &mut bytes).unwrap();
+        let block = region.part((page * kv_heads + head) * PAGE * format.row_bytes(dim), PAGE * format.row_bytes(dim));
         let bits = if format == KvFormat::Eight { 8 } else { 4 };
-        let scales = &bytes[dim * bits / 8..];
+        let mut read = |start: usize, len: usize| {
+            let mut bytes = vec![0; len];
+            lab.cpu.read(block.part(start + position % PAGE * len, len), &mut bytes).unwrap();
+            bytes
+        };
+        let bytes = read(0, dim * bits / 8);
+        let scales = read(PAGE * dim * bits / 8, dim / GROUP * 2);
         let value = |at: usize| {
             let group = at / GROUP;
             let scale = f32::from_bits(u32::from(scales[2 * group]) << 16 | u32::from(scales[2 * group + 1]) << 24);

@@ -8,10 +8,10 @@
 use crate::{error::ModelError, model::config::Config, plan::Plan};
 use moestro_compute::{
     device::{DeviceError, Region},
-    ops::{AttentionShape, Backend, IndexerShape},
+    ops::{AttentionShape, Backend, IndexerShape, KvFormat},
 };
 use parking_lot::Mutex;
-use std::{fmt, sync::Arc};
+use std::{fmt, ops::Range, sync::Arc};
 
 pub use moestro_compute::ops::attention::PAGE;
 
@@ -118,6 +118,9 @@ pub struct PagePool {
     pub index: Vec<Region>,
     /// Number of bytes of one page in one region of `layers`.
     page_part: usize,
+    format: KvFormat,
+    /// Number of dimensions of a head.
+    dim: usize,
     indexer: Option<IndexerShape>,
     size: PageSize,
     /// Number of key and value heads. A page has [`PAGE`] rows of each head.
@@ -168,6 +171,8 @@ impl PagePool {
             layers,
             index,
             page_part,
+            format: shape.format,
+            dim: shape.dim,
             indexer: config.indexer,
             size,
             kv_heads: shape.kv_heads,
@@ -255,18 +260,22 @@ impl PagePool {
     }
 
     /// The regions of the first `rows` positions of a page: one region for each layer if the page is full, otherwise
-    /// one for each head. Includes the keys of the blocks that are closed there.
+    /// one or two for each head. Includes the keys of the blocks that are closed there.
     fn regions(&self, index: u32, rows: usize) -> impl Iterator<Item = Region> {
         let page_part = self.page_part;
-        let kv_heads = self.kv_heads;
-        let head_row = page_part / PAGE / kv_heads;
+        let heads = if rows == PAGE { 1 } else { self.kv_heads };
+        let whole = [0..page_part, 0..0];
+        let ranges = if rows == PAGE { whole } else { self.format.row_ranges(self.dim, PAGE, 0, rows) };
         let index_part = self.key_bytes(PAGE);
         let index_rows = self.key_bytes(rows);
         let index_page = move |region: &Region| region.part(index as usize * index_part, index_rows);
         let keys_values = self.layers.iter().flatten().flat_map(move |region| {
             let page = region.part(index as usize * page_part, page_part);
-            let parts = if rows == PAGE { 1 } else { kv_heads };
-            (0..parts).map(move |head| page.part(head * head_row * PAGE, page_part / parts / PAGE * rows))
+            let ranges = ranges.clone();
+            (0..heads).flat_map(move |head| {
+                let part = move |range: Range<usize>| page.part(head * (page_part / heads) + range.start, range.len());
+                ranges.clone().into_iter().filter(|range| !range.is_empty()).map(part)
+            })
         });
         keys_values.chain(self.index.iter().map(index_page))
     }

@@ -474,16 +474,19 @@ fn recent_regions(
 ) -> impl Iterator<Item = Region> {
     let heads = shape.kv_heads;
     let ring = shape.recent;
-    let row = ring.map_or(0, |ring| ring.format.row_bytes(shape.dim));
-    kv_caches(layers).filter(move |_| ring.is_some()).flat_map(|cache| cache.recent).flat_map(move |cache| {
+    let dim = shape.dim;
+    let rings = kv_caches(layers).flat_map(move |cache| ring.map(|ring| (ring, cache.recent)));
+    rings.flat_map(|(ring, caches)| caches.map(|cache| (ring, cache))).flat_map(move |(ring, cache)| {
         let positions = positions.clone();
-        let capacity = ring.map_or(1, |ring| ring.capacity);
+        let RecentRing { capacity, format } = ring;
         (0..heads).flat_map(move |head| {
             let end = positions.end;
-            let part = move |first: usize| {
-                cache.part((head * capacity + first % capacity) * row, (end - first).min(RECENT) * row)
+            let parts = move |first: usize| {
+                let ranges = format.row_ranges(dim, capacity, first % capacity, (end - first).min(RECENT));
+                let block = head * capacity * format.row_bytes(dim);
+                ranges.map(|range| cache.part(block + range.start, range.len())).into_iter()
             };
-            positions.clone().step_by(RECENT).map(part)
+            positions.clone().step_by(RECENT).flat_map(parts).filter(|part| part.len > 0)
         })
     })
 }

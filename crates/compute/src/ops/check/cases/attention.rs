@@ -124,7 +124,7 @@ fn quantized_kv(b: &mut KernelCheck<'_, impl Driver>, dim: usize, format: KvForm
         let mut bytes = [vec![0; region.len], vec![0; region.len]];
         b.cpu.read(region, &mut bytes[0])?;
         b.gpu.read(region, &mut bytes[1])?;
-        let [expected, found] = bytes.each_ref().map(|bytes| dequantize_rows(bits(format).unwrap_or(8), bytes, dim));
+        let [expected, found] = bytes.each_ref().map(|bytes| decode_rows(format, bytes, dim));
         b.record(&ran, difference(&found, &expected), if format == KvFormat::Eight { 0.01 } else { 0.15 });
         let off = expected.iter().zip(&found).filter(|(a, b)| (*a - *b).abs() > 1e-3).count();
         b.record(&ran, off as f64 / expected.len() as f64, 1e-3);
@@ -220,32 +220,42 @@ fn case(
     Ok(())
 }
 
-/// Encodes rows of `dim` values in a cache format.
+/// Encodes blocks of rows of `dim` values in a cache format of at least 16 bits.
 fn encode_rows(format: KvFormat, values: &[f32], dim: usize) -> Vec<u8> {
     if format == KvFormat::F32 {
         return bytemuck::cast_slice(values).to_vec();
     }
     let mut bytes = vec![0; values.len() / dim * format.row_bytes(dim)];
-    for (row, to) in values.chunks_exact(dim).zip(bytes.chunks_exact_mut(format.row_bytes(dim))) {
-        let max = row.iter().fold(0f32, |max, value| max.max(value.abs()));
-        let (integers, scale) = to.split_at_mut(2 * dim);
-        for (value, to) in row.iter().zip(integers.chunks_exact_mut(2)) {
-            to.copy_from_slice(&((value * (32_639.0 / max)).round_ties_even() as i16).to_le_bytes());
+    for (rows, to) in values.chunks_exact(PAGE * dim).zip(bytes.chunks_exact_mut(PAGE * format.row_bytes(dim))) {
+        let (codes, scales) = to.split_at_mut(PAGE * format.code_bytes(dim));
+        let to = codes.chunks_exact_mut(2 * dim).zip(scales.chunks_exact_mut(4));
+        for (row, (integers, scale)) in rows.chunks_exact(dim).zip(to) {
+            let max = row.iter().fold(0f32, |max, value| max.max(value.abs()));
+            for (value, to) in row.iter().zip(integers.chunks_exact_mut(2)) {
+                to.copy_from_slice(&((value * (32_639.0 / max)).round_ties_even() as i16).to_le_bytes());
+            }
+            scale.copy_from_slice(&(max / 32_639.0).to_le_bytes());
         }
-        scale.copy_from_slice(&(max / 32_639.0).to_le_bytes());
     }
     bytes
 }
 
-/// Decodes rows of `dim` values from a cache format.
+/// Decodes blocks of rows of `dim` values from a cache format.
 fn decode_rows(format: KvFormat, bytes: &[u8], dim: usize) -> Vec<f32> {
     if format == KvFormat::F32 {
         return bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
     }
-    let row = |row: &[u8]| {
-        let (integers, scale) = row.split_at(2 * dim);
-        let scale = f32::from_le_bytes([scale[0], scale[1], scale[2], scale[3]]);
-        integers.chunks_exact(2).map(|b| f32::from(i16::from_le_bytes([b[0], b[1]])) * scale).collect::<Vec<_>>()
+    let block = |block: &[u8]| -> Vec<f32> {
+        let (codes, scales) = block.split_at(PAGE * format.code_bytes(dim));
+        if let Some(bits) = bits(format) {
+            return dequantize_rows(bits, [codes, scales], dim);
+        }
+        let rows = codes.chunks_exact(2 * dim).zip(scales.chunks_exact(4));
+        rows.flat_map(|(integers, scale)| {
+            let scale = f32::from_le_bytes([scale[0], scale[1], scale[2], scale[3]]);
+            integers.chunks_exact(2).map(move |b| f32::from(i16::from_le_bytes([b[0], b[1]])) * scale)
+        })
+        .collect()
     };
-    bytes.chunks_exact(format.row_bytes(dim)).flat_map(row).collect()
+    bytes.chunks_exact(PAGE * format.row_bytes(dim)).flat_map(block).collect()
 }
