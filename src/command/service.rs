@@ -2,18 +2,30 @@
 
 use super::text::print_line;
 use crate::service::{Service, ServiceCommand, ServiceManager, ServiceStep, command_line};
-use crate::{cli, error::CommandError};
+use crate::{
+    cli::{self, Command},
+    config::{
+        ServeConfig,
+        config_file::{self, sentence},
+        foreign_flags,
+    },
+    error::CommandError,
+};
 use moestro_base::platform::os;
 use std::{
     env,
-    ffi::OsStr,
+    ffi::{OsStr, OsString},
     path::{self, Path, PathBuf},
 };
 
 pub fn run(args: cli::ServiceArgs) -> Result<(), CommandError> {
     let failed = |what: &str| CommandError::Usage(format!("cannot find {what}, which a service needs"));
     let (action, install) = match args.action {
-        cli::ServiceAction::Install(install) => (ServiceCommand::Install, install),
+        cli::ServiceAction::Install(install) => {
+            let refused = |reason: String| CommandError::Usage(format!("moestro serve would not start: {reason}"));
+            check_serve_args(&install.args).map_err(refused)?;
+            (ServiceCommand::Install, install)
+        }
         cli::ServiceAction::Uninstall => (ServiceCommand::Uninstall, cli::InstallArgs::default()),
         cli::ServiceAction::Start => (ServiceCommand::Start, cli::InstallArgs::default()),
         cli::ServiceAction::Stop => (ServiceCommand::Stop, cli::InstallArgs::default()),
@@ -46,6 +58,17 @@ pub fn run(args: cli::ServiceArgs) -> Result<(), CommandError> {
         return Ok(());
     }
     service.act(manager, action).map_err(CommandError::Service)
+}
+
+/// Parses the arguments as the service will, so that an error is shown now and not in a log.
+fn check_serve_args(args: &[String]) -> Result<(), String> {
+    let line = ["moestro", "serve"].into_iter().chain(args.iter().map(String::as_str)).map(OsString::from);
+    let translated = foreign_flags::translate(line)?;
+    let (cli, _) = config_file::parse(translated.args).map_err(|error| sentence(&error))?;
+    match cli.command {
+        Command::Serve(args) => ServeConfig::new(args).map(|_| ()),
+        _ => Ok(()),
+    }
 }
 
 /// Path under which this program was called. The resolved path is not used, because it may contain a version, such as

@@ -209,3 +209,23 @@ fn failed_service_install_leaves_no_file() {
     let text = output_of(home.path(), &[&path], &["service", "uninstall"]);
     assert!(is_clean() && text.is_empty(), "{text}");
 }
+
+#[test]
+fn wrong_arguments_of_a_service_are_refused() {
+    let home = tempfile::tempdir().unwrap();
+    for (args, reason) in [
+        (&["--ctx-sze", "5"][..], "unexpected argument '--ctx-sze'"),
+        (&["--port", "x"], "invalid value 'x' for '--port <PORT>'"),
+        (&["org/name", "other"], "unexpected argument 'other'"),
+        (&["--lora", "x"], "adapters are not supported"),
+        (&["--api-key", "a", "--api-key-file", "b"], "cannot be used with"),
+    ] {
+        let output = moestro(home.path(), &[], &[&["service", "install", "--dry-run", "--"], args].concat());
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{args:?}: {text}");
+        assert!(text.contains("moestro serve would not start: ") && text.contains(reason), "{text}");
+        assert!(output.stdout.is_empty(), "{args:?}");
+    }
+    let text = output_of(home.path(), &[], &["service", "install", "--dry-run", "--", "org/name", "-ngl", "99"]);
+    assert!(text.contains("\"org/name\" \"-ngl\" \"99\""), "{text}");
+}
