@@ -4,13 +4,15 @@
 // 16 rows of W. The right factor has eight columns, two for each of four rows of x, so a weight is unpacked once for
 // all rows. A column of a tile depends on no other column, so neither does a row's result.
 //
-// A dot product may add the columns of one group in any order. Lane t of a quad loads quarter t of its row's group and
+// A dot product may add the columns of one group in any order. Lane t of a quad takes quarter t of its row's group and
 // unpacks pairs of codes directly to registers of the left factor. split_rows stores the columns of x in that order.
+//
+// Each simdgroup copies its codes to threadgroup memory several steps ahead. The first copies begin before AWAIT.
 
-// GROUP: columns per scale. PART: words of the first or second halves of a group. SCALE_BITS: a power of two brings the
-// largest value of a group into [2^14, 2^15), so that the second halves lose less than 2^-38 of it. AHEAD: steps
-// between a prefetch and its use. MAX_SIMDS: most simdgroups of a threadgroup.
-enum { GROUP = 64, PART = GROUP / 2, AHEAD = 4, MAX_SIMDS = 8 };
+// GROUP: columns per scale. TILE_ROWS: rows of x in a tile. PART: words of a tile's first or last halves of a group.
+// STAGES: steps in threadgroup memory. STAGE: words of a step of 16 rows of W: 64 bytes of codes, a word of scales and
+// one of offsets for each row.
+enum { GROUP = 64, TILE_ROWS = 4, PART = 128, STAGES = 4, CODE_WORDS = 256, STAGE = CODE_WORDS + 32 };
 
 // Sources of the rows: x, x times a norm's weights, x times 1 / rms of each head, silu(gate) * up.
 enum { SPLIT_PLAIN, SPLIT_NORMED, SPLIT_HEADS, SPLIT_SWIGLU };
@@ -30,10 +32,11 @@ FN float head_factor(CONSTANT SplitArgs& a, DEVICE const float* squares, uint ro
   return 1.0f / sqrt(total / float(a.size) + a.eps);
 }
 
-// Splits rows into halves. Each group has its own power of two. `factors` has the sum of each group and the inverse of
-// its power of two, `squares` the sum of the squares of x. Every second pair of columns is divided by 16, because
-// unpack_quad multiplies its codes by 16. A simdgroup has one group, and a lane one pair of columns, four columns
-// apart. Grid (ceil(groups / 4), rows), 128 threads.
+// Splits rows into halves. Each group has its own power of two, which brings its largest value into [2^14, 2^15), so
+// that the second halves lose less than 2^-38 of it. `factors` has the sum of each group and the inverse of its power of
+// two, `squares` the sum of the squares of x. Every second pair of columns is divided by 16, because unpack_quad
+// multiplies its codes by 16. A simdgroup has one group, and a lane one pair of columns, four columns apart. `halves`
+// and `factors` are stored by tile of rows, group, and lane of the product. Grid (ceil(groups / 4), rows), 128 threads.
 KERNEL(split_rows, ARGS(SplitArgs, a), IN(float, x, 1), IN(float, w, 2), OUT(uint, halves, 3), OUT(float, factors, 4),
        OUT(float, squares, 5)) {
   const uint group = tgid.x * 4 + sg, groups = a.cols / GROUP, quarter = lane / 8, side = lane / 4 % 2, step = lane % 4;
@@ -58,37 +61,34 @@ KERNEL(split_rows, ARGS(SplitArgs, a), IN(float, x, 1), IN(float, w, 2), OUT(uin
   UNROLL for (uint i = 0; i < 2; i++) v[i] *= times;
   const uint first = HALF2(v[0], v[1]);
   rest[0] = v[0] - f16(first & 0xffffu), rest[1] = v[1] - f16(first >> 16);
-  const ulong at = ulong(tgid.y) * groups + group;
-  DEVICE uint* to = halves + at * (2 * PART) + step / 2 * 16 + quarter * 4 + step % 2 * 2 + side;
-  to[0] = first, to[PART] = HALF2(rest[0], rest[1]);
-  if (lane == 0) factors[2 * at] = sum, factors[2 * at + 1] = as_type<float>((power - 14u) << 23), squares[at] = square;
+  const ulong tile = ulong(tgid.y / TILE_ROWS) * groups + group;
+  const uint row = tgid.y % TILE_ROWS;
+  DEVICE uint* to = halves + tile * (2 * PART) + step / 2 * PART + row * 32 + quarter * 4 + step % 2 * 2 + side;
+  to[0] = first, to[16] = HALF2(rest[0], rest[1]);
+  if (lane != 0) return;
+  DEVICE float* factor = factors + (tile * TILE_ROWS + row) * 2;
+  factor[0] = sum, factor[1] = as_type<float>((power - 14u) << 23);
+  squares[ulong(tgid.y) * groups + group] = square;
 }
 
-// A step has 64 bytes of each row of codes: two groups of 4 bits, or one of 8. A lane has a quarter of each group of 2
-// * MT rows of W.
-template <uint BITS, uint MT> struct QuadRows { uint q[MT * 8], s[MT * 2], b[MT * 2]; };
+// A step has 64 bytes of each row of codes: two groups of 4 bits, or one of 8. A lane copies a quarter of a step of 2 *
+// MT rows of W, and the scales or the offsets of MT rows.
+template <uint MT> struct StepPtrs { DEVICE const uchar *codes[MT * 2], *scales[MT]; };
 
-// A lane's addresses in 2 * MT rows of codes, and its offsets in as many rows of scales.
-template <uint MT> struct QuadPtrs { DEVICE const uchar* codes[MT * 2]; uint scales[MT * 2]; };
+// The words of chunk `chunk` of 16 bytes of row `row` in a stage. Chunks are swapped so that the lanes of a simdgroup
+// read from different banks.
+FN uint chunk_at(uint row, uint chunk) { return row * 16 + (chunk ^ row / 2 % 2 * 2) * 4; }
 
-// Loads a step and moves to the next one.
-template <uint BITS, uint MT>
-FN void load_quads(WeightPtrs w, THREAD QuadPtrs<MT>& from, THREAD QuadRows<BITS, MT>& to) {
-  UNROLL for (uint r = 0; r < MT * 2; r++) {
-    if (BITS == 4) {
-      UNROLL for (uint u = 0; u < 2; u++) {
-        const uint2 two = STREAM((DEVICE const uint2*)(from.codes[r] + u * 32));
-        to.q[r * 4 + 2 * u] = two.x, to.q[r * 4 + 2 * u + 1] = two.y;
-      }
-      to.s[r] = *(DEVICE const uint*)(w.scales + from.scales[r]);
-      to.b[r] = *(DEVICE const uint*)(w.biases + from.scales[r]);
-    } else {
-      const uint4 four = STREAM((DEVICE const uint4*)from.codes[r]);
-      to.q[r * 4] = four.x, to.q[r * 4 + 1] = four.y, to.q[r * 4 + 2] = four.z, to.q[r * 4 + 3] = four.w;
-      to.s[r] = *(DEVICE const ushort*)(w.scales + from.scales[r]);
-      to.b[r] = *(DEVICE const ushort*)(w.biases + from.scales[r]);
+// Starts to copy `step` and moves the pointers to codes by one step. `shift` is 1 if two steps share a word of scales.
+template <uint MT>
+FN void copy_step(THREAD StepPtrs<MT>& from, uint step, uint shift, THREADGROUP uint* stage THREAD_IDS_PARAM) {
+  UNROLL for (uint m = 0; m < MT; m++) {
+    UNROLL for (uint r = 0; r < 2; r++) {
+      ASYNC_COPY((THREADGROUP uint4*)(stage + m * STAGE + chunk_at(r * 8 + lane / 4, lane % 4)),
+                 (DEVICE const uint4*)from.codes[m * 2 + r]);
+      from.codes[m * 2 + r] += 64;
     }
-    from.codes[r] += 64, from.scales[r] += 16 / BITS;
+    ASYNC_COPY(stage + m * STAGE + CODE_WORDS + lane, (DEVICE const uint*)(from.scales[m] + (step >> shift) * 4));
   }
 }
 
@@ -109,55 +109,67 @@ template <uint BITS> FN void unpack_quad(THREAD const uint* q, THREAD uint* h) {
     }
 }
 
-// Multiplies MT * 16 rows of W, from `row`, by NT * 4 rows of x, from `first`, for some steps. The sums go to `part`.
-template <uint NT, uint MT, uint BITS>
-FN void quad_product(CONSTANT LinearArgs& a, uint rows, uint row, uint first, uint begin, uint end, WeightPtrs w,
-                     DEVICE const uint* halves, DEVICE const float* factors, THREADGROUP float* part THREAD_IDS_PARAM) {
-  enum { GROUPS = 8 / BITS };  // per step
-  const uint groups = a.cols / GROUP, quarter = lane % 4, column = lane / 4, ahead = min(row + lane, rows - 1);
-  QuadPtrs<MT> from;
-  UNROLL for (uint r = 0; r < MT * 2; r++) {
-    const uint at = min(row + r * 8 + lane / 4, rows - 1);
-    from.codes[r] = w.codes + at * (a.cols / 8 * BITS) + begin * 64 + quarter * (2 * BITS);
-    from.scales[r] = at * (a.cols / 32) + begin * (16 / BITS);
+// Reads group `u` of a step: unpacked codes, scales, and offsets of 2 * MT rows. `second`: the scales of an 8-bit step
+// are the second ones of their word.
+template <uint MT, uint BITS>
+FN void read_group(THREADGROUP const uint* stage, uint u, bool second, THREAD uint* h, THREAD float* s,
+                   THREAD float* b THREAD_IDS_PARAM) {
+  const uint row = lane / 4, quarter = lane % 4;
+  UNROLL for (uint i = 0; i < MT * 2; i++) {
+    THREADGROUP const uint* from = stage + i / 2 * STAGE;
+    const uint r = i % 2 * 8 + row;
+    uint q[4];
+    if (BITS == 4) {
+      const uint2 two = *(THREADGROUP const uint2*)(from + chunk_at(r, u * 2 + quarter / 2) + quarter % 2 * 2);
+      q[0] = two.x, q[1] = two.y;
+    } else {
+      const uint4 four = *(THREADGROUP const uint4*)(from + chunk_at(r, quarter));
+      q[0] = four.x, q[1] = four.y, q[2] = four.z, q[3] = four.w;
+    }
+    unpack_quad<BITS>(q, h + i * 8);
+    const uint2 scales = *(THREADGROUP const uint2*)(from + CODE_WORDS + r * 2);
+    const bool high = BITS == 4 ? u == 1 : second;
+    s[i] = as_type<float>(high ? scales.x & 0xffff0000u : scales.x << 16);
+    b[i] = as_type<float>(high ? scales.y & 0xffff0000u : scales.y << 16);
+    b[i] = fma(BITS == 4 ? 8.0f : 128.0f, s[i], b[i]);
   }
-  DEVICE const uchar* line = w.codes + ahead * (a.cols / 8 * BITS) + (begin + AHEAD) * 64;
-  // Columns of the tile after the last row of x repeat this row. They change no other column and are not stored.
+}
+
+// Multiplies MT * 16 rows of W by NT tiles of x, for steps `begin`..`end`. The first copies are under way. The sums go
+// to `total`: for each 16 rows of W and tile, this lane's two rows of W.
+template <uint NT, uint MT, uint BITS>
+FN void quad_product(CONSTANT LinearArgs& a, uint begin, uint end, THREAD StepPtrs<MT>& from, THREADGROUP uint* stages,
+                     DEVICE const uint* halves, DEVICE const float* factors, THREAD float* total THREAD_IDS_PARAM) {
+  enum { GROUPS = 8 / BITS };  // per step
+  const uint groups = a.cols / GROUP;
+  // Lanes without a row of x repeat the last one. They change no other column and are not stored.
   uint x_at[NT], factor_at[NT];
   UNROLL for (uint n = 0; n < NT; n++) {
-    const uint mine = min(first + n * 4 + column / 2, a.tokens - 1), other = min(first + n * 4 + quarter, a.tokens - 1);
-    x_at[n] = (mine * groups * 2 + column % 2) * PART + quarter * 4, factor_at[n] = other * groups * 2;
+    const uint tile = min(tgid.x * NT + n, (a.tokens - 1) / TILE_ROWS), last = a.tokens - 1 - tile * TILE_ROWS;
+    x_at[n] = tile * groups * (2 * PART) + min(lane / 8, last) * 32 + lane % 8 * 4;
+    factor_at[n] = (tile * groups * TILE_ROWS + min(lane % 4, last)) * 2;
   }
-  halves += begin * (GROUPS * 2 * PART), factors += begin * (GROUPS * 2);
-  float total[MT * NT * 2];
+  halves += begin * (GROUPS * 2 * PART), factors += begin * (GROUPS * 2 * TILE_ROWS);
   UNROLL for (uint i = 0; i < MT * NT * 2; i++) total[i] = 0;
-  QuadRows<BITS, MT> next;
-  if (begin < end) load_quads(w, from, next);
   for (uint step = begin; step < end; step++) {
-    const QuadRows<BITS, MT> now = next;
-    if (lane < MT * 16 && step % 2 == 0 && step + AHEAD < end) PREFETCH_LINE(line);
-    line += 64;
-    if (step + 1 < end) load_quads(w, from, next);
+    ASYNC_WAIT(STAGES - 2);
+    const uint ahead = step + STAGES - 1, stage = (step - begin) % STAGES, free = (stage + STAGES - 1) % STAGES;
+    if (ahead < end) copy_step(from, ahead, BITS / 8, stages + free * (MT * STAGE) THREAD_IDS);
+    ASYNC_COMMIT();
     UNROLL for (uint u = 0; u < GROUPS; u++) {
       uint h[MT * 16];
       float s[MT * 2], b[MT * 2];
-      UNROLL for (uint r = 0; r < MT * 2; r++) {
-        unpack_quad<BITS>(now.q + r * 4 + u * 2, h + r * 8);
-        s[r] = as_type<float>(u == 0 ? now.s[r] << 16 : now.s[r] & 0xffff0000u);
-        b[r] = as_type<float>(u == 0 ? now.b[r] << 16 : now.b[r] & 0xffff0000u);
-        b[r] = fma(BITS == 4 ? 8.0f : 128.0f, s[r], b[r]);
-      }
+      read_group<MT, BITS>(stages + stage * (MT * STAGE), u, step % 2 != 0, h, s, b THREAD_IDS);
       UNROLL for (uint n = 0; n < NT; n++) {
         const uint4 x = *(DEVICE const uint4*)(halves + x_at[n] + u * (2 * PART));
-        const uint4 y = *(DEVICE const uint4*)(halves + x_at[n] + u * (2 * PART) + 16);
-        const uint2 factor = *(DEVICE const uint2*)(factors + factor_at[n] + u * 2);
+        const uint4 y = *(DEVICE const uint4*)(halves + x_at[n] + u * (2 * PART) + PART);
+        const uint2 factor = *(DEVICE const uint2*)(factors + factor_at[n] + u * (2 * TILE_ROWS));
         const float sum = as_type<float>(factor.x), inverse = as_type<float>(factor.y);
         UNROLL for (uint m = 0; m < MT; m++) {
           THREAD const uint* low = h + m * 16;
           THREAD const uint* high = low + 8;
           float c[4];
-          UNROLL for (uint i = 0; i < 4; i++) c[i] = 0;
-          QUAD_FMA(c, low[0], high[0], low[1], high[1], x.x, x.y);
+          QUAD_MUL(c, low[0], high[0], low[1], high[1], x.x, x.y);
           QUAD_FMA(c, low[2], high[2], low[3], high[3], x.z, x.w);
           QUAD_FMA(c, low[4], high[4], low[5], high[5], y.x, y.y);
           QUAD_FMA(c, low[6], high[6], low[7], high[7], y.z, y.w);
@@ -169,37 +181,39 @@ FN void quad_product(CONSTANT LinearArgs& a, uint rows, uint row, uint first, ui
         }
       }
     }
-    halves += GROUPS * 2 * PART, factors += GROUPS * 2;
+    halves += GROUPS * 2 * PART, factors += GROUPS * 2 * TILE_ROWS;
   }
-  UNROLL for (uint i = 0; i < MT * NT * 2; i++) part[(sg * (MT * NT * 2) + i) * 32 + lane] = total[i];
 }
 
-// The body of the kernels: a block of MT * 16 rows of matrix `m`, from `row`. args.split_k is the number of simdgroups.
-template <uint NT, uint MT, uint KIND>
-FN void quad_block(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint row, uint begin, uint end,
-                   WeightPtrs bytes, DEVICE const uint* halves, DEVICE const float* factors,
-                   DEVICE const float* squares, DEVICE float* y, THREAD const Fused& fused, THREADGROUP float* part,
-                   THREADGROUP float* scales THREAD_IDS_PARAM) {
-  const uint first = tgid.x * (NT * 4), groups = a.cols / GROUP, simds = a.split_k;
-  for (uint t = sg; t < NT * 4; t += simds) {
+// 1 / rms of each row of x of this threadgroup, or 1 if the rows are not normed.
+template <uint NT, uint SIMDS>
+FN void row_scales(CONSTANT LinearArgs& a, DEVICE const float* squares, THREADGROUP float* scales THREAD_IDS_PARAM) {
+  const uint groups = a.cols / GROUP;
+  for (uint t = sg; t < NT * TILE_ROWS; t += SIMDS) {
     float sum = 0;
-    DEVICE const float* from = squares + ulong(min(first + t, a.tokens - 1)) * groups;
+    DEVICE const float* from = squares + ulong(min(tgid.x * (NT * TILE_ROWS) + t, a.tokens - 1)) * groups;
     if (a.keep != 0)
       for (uint g = lane; g < groups; g += 32) sum += from[g];
     sum = SIMD_SUM(sum);
     if (lane == 0) scales[t] = a.keep != 0 ? 1.0f / sqrt(sum / float(a.cols) + a.eps) : 1.0f;
   }
-  if (m.format == 4)
-    quad_product<NT, MT, 4>(a, m.rows, row, first, begin, end, bytes, halves, factors, part THREAD_IDS);
-  else quad_product<NT, MT, 8>(a, m.rows, row, first, begin, end, bytes, halves, factors, part THREAD_IDS);
-  BARRIER();
-  for (uint i = tid; i < MT * NT * 64; i += simds * 32) {
-    const uint token = i / 64 % NT * 4 + i % 4, r = row + i / 64 / NT * 16 + i / 32 % 2 * 8 + i % 32 / 4;
-    if (first + token >= a.tokens || r >= m.rows) continue;
+}
+
+// Adds the sums of the simdgroups that share `count` blocks of rows of W, in order, and stores them. `part` has the
+// sums of all simdgroups, and `row` is the first row of W.
+template <uint NT, uint MT, uint KIND, uint SIMDS>
+FN void store_sums(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint row, uint count,
+                   THREADGROUP const float* part, THREADGROUP const float* scales, DEVICE float* y,
+                   THREAD const Fused& fused THREAD_IDS_PARAM) {
+  enum { SUMS = MT * NT * 64 };
+  for (uint i = tid; i < SUMS * count; i += SIMDS * 32) {
+    const uint j = i % SUMS, t = j / 64 % NT * TILE_ROWS + j % 4, token = tgid.x * (NT * TILE_ROWS) + t;
+    const uint r = row + (i / SUMS * MT + j / (64 * NT)) * 16 + j / 32 % 2 * 8 + j % 32 / 4;
+    if (token >= a.tokens || r >= m.rows) continue;
     float sum = 0;
-    for (uint k = 0; k < simds; k++) sum += part[k * (MT * NT * 64) + i];
-    sum *= scales[token];
-    DEVICE float* out = y + ulong(first + token) * a.width + start + r;
+    for (uint k = 0; k < a.split_k; k++) sum += part[(i / SUMS * a.split_k + k) * SUMS + j];
+    sum *= scales[t];
+    DEVICE float* out = y + ulong(token) * a.width + start + r;
     *out = a.add != 0 ? *out + sum : sum;
     if (KIND != CONV || start != 0) continue;
     float conv_weight[4], samples[4];
@@ -209,50 +223,62 @@ FN void quad_block(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint 
   }
 }
 
-// The body of a kernel with arguments `args`, `fused`, halves, factors, squares, y and skip.
-#define QUADS(NT, MT, KIND)                                                                                            \
+// The body of a kernel with arguments `args`, `fused`, halves, factors, squares, y and skip. args.split_k simdgroups
+// share the columns of a block of MT * 16 rows of W.
+#define QUADS(NT, MT, KIND, SIMDS)                                                                                     \
   COPY(LinearArgs, a, args);                                                                                           \
-  SHARED(float, part, MAX_SIMDS * MT * NT * 64);                                                                       \
-  SHARED(float, scales, NT * 4);                                                                                       \
+  SHARED(uint4, memory, SIMDS * STAGES * MT * STAGE / 4);                                                              \
+  SHARED(float, scales, NT * TILE_ROWS);                                                                               \
   uint block = tgid.y, start = 0;                                                                                      \
-  const uint i = find_matrix(args, MT * 16, &block, &start);                                                           \
+  const uint count = SIMDS / a.split_k, i = find_matrix(args, count * MT * 16, &block, &start);                        \
   COPY(Matrix, m, args.m[i]);                                                                                          \
-  const WeightPtrs bytes = WEIGHT_PTRS(i);                                                                             \
-  const uint steps = a.cols * m.format / 512, each = (steps + 2 * a.split_k - 1) / (2 * a.split_k) * 2;                \
-  const uint row = block * (MT * 16), begin = sg * each, end = min(begin + each, steps);                               \
-  if (lane < MT * 16 && begin < end) {                                                                                 \
-    const uint ahead = min(row + lane, m.rows - 1), scale = ahead * (a.cols / 32) + begin * 16 / m.format;             \
-    for (uint n = 0; n < AHEAD && begin + n < end; n += 2)                                                             \
-      PREFETCH_LINE(bytes.codes + ahead * (a.cols / 8 * m.format) + (begin + n) * 64);                                 \
-    PREFETCH_LINE(bytes.scales + scale);                                                                               \
-    PREFETCH_LINE(bytes.biases + scale);                                                                               \
+  const WeightPtrs w = WEIGHT_PTRS(i);                                                                                 \
+  const uint steps = a.cols * m.format / 512, each = (steps + a.split_k - 1) / a.split_k, shift = m.format / 8;        \
+  const uint first = block * count * MT * 16, row = first + sg / a.split_k * MT * 16;                                  \
+  const uint begin = min(sg % a.split_k * each, steps), end = min(begin + each, steps);                                \
+  THREADGROUP uint* stages = (THREADGROUP uint*)memory + sg * (STAGES * MT * STAGE);                                   \
+  StepPtrs<MT> from;                                                                                                   \
+  UNROLL for (uint n = 0; n < MT; n++) {                                                                               \
+    UNROLL for (uint r = 0; r < 2; r++)                                                                                \
+      from.codes[n * 2 + r] = w.codes + min(row + n * 16 + r * 8 + lane / 4, m.rows - 1) * (a.cols / 8 * m.format) +   \
+                              begin * 64 + lane % 4 * 16;                                                              \
+    from.scales[n] = (lane % 2 == 0 ? w.scales : w.biases) + min(row + n * 16 + lane / 2, m.rows - 1) * (a.cols / 32); \
+  }                                                                                                                    \
+  UNROLL for (uint n = 0; n < STAGES - 1; n++) {                                                                       \
+    if (begin + n < end) copy_step(from, begin + n, shift, stages + n * (MT * STAGE) THREAD_IDS);                      \
+    ASYNC_COMMIT();                                                                                                    \
   }                                                                                                                    \
   AWAIT();                                                                                                             \
   if (is_skipped(a.can_skip, skip)) return;                                                                            \
-  quad_block<NT, MT, KIND>(a, m, start, row, begin, end, bytes, halves, factors, squares, y, fused, part,              \
-                           scales THREAD_IDS);
+  row_scales<NT, SIMDS>(a, squares, scales THREAD_IDS);                                                                \
+  float total[MT * NT * 2];                                                                                            \
+  if (m.format == 4) quad_product<NT, MT, 4>(a, begin, end, from, stages, halves, factors, total THREAD_IDS);          \
+  else quad_product<NT, MT, 8>(a, begin, end, from, stages, halves, factors, total THREAD_IDS);                        \
+  BARRIER();                                                                                                           \
+  THREADGROUP float* part = (THREADGROUP float*)memory;                                                                \
+  UNROLL for (uint n = 0; n < MT * NT * 2; n++) part[(sg * (MT * NT * 2) + n) * 32 + lane] = total[n];                 \
+  BARRIER();                                                                                                           \
+  store_sums<NT, MT, KIND, SIMDS>(a, m, start, first, count, part, scales, y, fused THREAD_IDS);
 
-// Grid (ceil(rows of x / (4 * NT)), sum over matrices of ceil(rows / (16 * MT))), 32 threads per simdgroup. The number
-// of simdgroups and MT depend on the number of rows of W only, and a result depends on the number of simdgroups only.
-#define LINEAR_QUADS(KIND_OF_KERNEL, name, NT, MT)                                                                     \
+// Grid (ceil(rows of x / (4 * NT)), sum over matrices of ceil(rows / (16 * MT * SIMDS / split_k))), SIMDS * 32 threads.
+// The number of simdgroups that share the columns depends on W only, and nothing else changes a result.
+#define LINEAR_QUADS(KIND_OF_KERNEL, name, NT, MT, SIMDS)                                                              \
   KIND_OF_KERNEL(name, ARGS_IN_PLACE(LinearArgs, args), IN(uint, halves, 1), IN(float, factors, 2),                    \
                  IN(float, squares, 3), OUT(float, y, 4), MATRICES(5), IN(uint, skip, 17)) {                           \
     const Fused fused = {};                                                                                            \
-    QUADS(NT, MT, PLAIN)                                                                                               \
+    QUADS(NT, MT, PLAIN, SIMDS)                                                                                        \
   }
 
-LINEAR_QUADS(KERNEL, gemv_tiles_4, 1, 1)
-LINEAR_QUADS(KERNEL, gemv_tiles_8, 2, 1)
-LINEAR_QUADS(WIDE_KERNEL, gemv_tiles_16, 4, 1)
+LINEAR_QUADS(KERNEL, gemv_tiles_4, 1, 1, 8)
+LINEAR_QUADS(WIDE_KERNEL, gemv_tiles_8, 2, 1, 8)
+LINEAR_QUADS(WIDE_KERNEL, gemv_tiles_16, 4, 1, 8)
+LINEAR_QUADS(WIDEST_KERNEL, gemv_tiles_wide_16, 4, 2, 4)
 
-#define LINEAR_QUADS_CONV(name, MT)                                                                                    \
-  KERNEL(name, ARGS_IN_PLACE(ConvArgs, b), IN(uint, halves, 1), IN(float, factors, 2), IN(float, squares, 3),          \
-         OUT(float, y, 4), IN(float, conv_weight, 5), IN(float, replay, 6), OUT(float, state, 7),                      \
-         OUT(float, mixed, 8), MATRICES(9), IN(uint, skip, 21)) {                                                      \
-    CONSTANT LinearArgs& args = b.product;                                                                             \
-    const Fused fused = {conv_weight, replay, state, mixed, b.replay, 0, 0, 0, 0};                                     \
-    QUADS(1, MT, CONV)                                                                                                 \
-  }
-
-LINEAR_QUADS_CONV(gemv_tiles_conv, 1)
+KERNEL(gemv_tiles_conv, ARGS_IN_PLACE(ConvArgs, b), IN(uint, halves, 1), IN(float, factors, 2), IN(float, squares, 3),
+       OUT(float, y, 4), IN(float, conv_weight, 5), IN(float, replay, 6), OUT(float, state, 7), OUT(float, mixed, 8),
+       MATRICES(9), IN(uint, skip, 21)) {
+  CONSTANT LinearArgs& args = b.product;
+  const Fused fused = {conv_weight, replay, state, mixed, b.replay, 0, 0, 0, 0};
+  QUADS(1, 1, CONV, 8)
+}
 #endif

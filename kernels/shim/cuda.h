@@ -25,6 +25,8 @@ typedef unsigned long long ulong;
 #define KERNEL(name, ...) extern "C" __global__ void name(__VA_ARGS__)
 // Up to 128 registers for each of up to 256 threads, instead of the limit of the file.
 #define WIDE_KERNEL(name, ...) extern "C" __global__ void __launch_bounds__(256, 2) name(__VA_ARGS__)
+// Up to 168 registers for each of up to 128 threads.
+#define WIDEST_KERNEL(name, ...) extern "C" __global__ void __launch_bounds__(128, 3) name(__VA_ARGS__)
 #define tgid blockIdx
 #define tid threadIdx.x
 #define lane (threadIdx.x % 32u)
@@ -120,7 +122,29 @@ struct SumTile { float v[8]; };
 
 // One step of a 16x8 product: four sums, four words of the left factor and two of the right factor per lane.
 #define QUAD_FMA(c, a0, a1, a2, a3, b0, b1) quad_fma(c, a0, a1, a2, a3, b0, b1)
+#define QUAD_MUL(c, a0, a1, a2, a3, b0, b1) quad_mul(c, a0, a1, a2, a3, b0, b1)
+#define ASYNC_COPY(to, from) async_copy(to, from)
+#define ASYNC_COMMIT() asm volatile("cp.async.commit_group;" ::: "memory")
+#define ASYNC_WAIT(n) async_wait<n>()
 
+FN void async_copy(uint4* to, const uint4* from) {
+  const uint at = (uint)__cvta_generic_to_shared(to);
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at), "l"(from) : "memory");
+}
+FN void async_copy(uint* to, const uint* from) {
+  const uint at = (uint)__cvta_generic_to_shared(to);
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(at), "l"(from) : "memory");
+}
+template <int LEFT> FN void async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+  __syncwarp();
+}
+FN void quad_mul(float* c, uint a0, uint a1, uint a2, uint a3, uint b0, uint b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, "
+               "{%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
+               : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(0.0f));
+}
 FN void quad_fma(float* c, uint a0, uint a1, uint a2, uint a3, uint b0, uint b1) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, "
                "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"

@@ -10,6 +10,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <map>
 #include <string>
@@ -56,6 +57,7 @@ template <class To, class From> To as_type(From from) {
   static const bool host_##name = host::add(#name, host::callable(&name)); \
   static void name(__VA_ARGS__)
 #define WIDE_KERNEL(name, ...) KERNEL(name, __VA_ARGS__)
+#define WIDEST_KERNEL(name, ...) KERNEL(name, __VA_ARGS__)
 #define tgid (host::group->id)
 #define tid (host::group->now)
 #define lane (host::group->now % 32u)
@@ -88,14 +90,21 @@ template <class To, class From> To as_type(From from) {
 #define TILE_FMA_TOP(sum, a, b) host::tile_fma_top(sum, a, b)
 #define TILE_STORE(sum, p, pitch) host::tile_store(sum, p, pitch)
 #define QUAD_FMA(c, a0, a1, a2, a3, b0, b1) host::quad_fma(__LINE__, c, {a0, a1, a2, a3}, {b0, b1})
+#define QUAD_MUL(c, a0, a1, a2, a3, b0, b1) host::quad_mul(__LINE__, c, {a0, a1, a2, a3}, {b0, b1})
+#define ASYNC_COPY(to, from) host::async_copy(to, from, sizeof *(to))
+#define ASYNC_COMMIT() host::now().copies.emplace_back()
+#define ASYNC_WAIT(n) host::async_wait(__LINE__, n)
 
 namespace host {
 
 enum State { Ready, Whole, Sum, Max, Min, Shuffle, Quad, Done };
 // A lane's part of a 16x8 product.
 struct QuadStep { uint a[4], b[2]; float* sums; };
+// A copy that takes effect when the thread waits for it, so that an early read finds old bytes.
+struct Copy { void* to; const void* from; size_t bytes; };
 struct Thread {
   Fiber fiber;
+  std::deque<std::vector<Copy>> copies;  // by commit; the last group is open
   QuadStep quad;
   State state = Ready;
   int site = 0;
@@ -162,6 +171,18 @@ inline float shuffle(int site, float x, uint from) {
   return as_type<float>(meet(Shuffle, site, as_type<uint>(x)));
 }
 
+inline void async_copy(void* to, const void* from, size_t bytes) {
+  if ((size_t)to % bytes || (size_t)from % bytes) die("a copy that is not aligned", group->now, group->now);
+  now().copies.back().push_back({to, from, bytes});
+}
+// Completes all but the last `left` groups of copies, then waits for the simdgroup.
+inline void async_wait(int site, size_t left) {
+  auto& copies = now().copies;
+  for (; copies.size() > left + 1; copies.pop_front())
+    for (const Copy& copy : copies.front()) memcpy(copy.to, copy.from, copy.bytes);
+  smallest(site, 0);
+}
+
 template <class T, class F> uint fold(const Thread* t, F two) {
   T v[32];
   for (int i = 0; i < 32; i++) v[i] = as_type<T>(t[i].operand);
@@ -219,6 +240,10 @@ inline void quad_fma(int site, float* sums, const uint (&a)[4], const uint (&b)[
   now().quad = {{a[0], a[1], a[2], a[3]}, {b[0], b[1]}, sums};
   meet(Quad, site, 0);
 }
+inline void quad_mul(int site, float* sums, const uint (&a)[4], const uint (&b)[2]) {
+  for (uint i = 0; i < 4; i++) sums[i] = 0;
+  quad_fma(site, sums, a, b);
+}
 
 // Computes the reduction that the 32 threads from `first` wait for, and releases them. Sums are added pairwise.
 inline void release_simd(uint first) {
@@ -255,6 +280,7 @@ inline void run_group(uint3 id, uint count, bool backwards) {
   for (uint i = 0; i < count; i++) {
     Thread& t = group->threads[i];
     t.state = Ready, t.site = 0, t.awaited = false;
+    t.copies.assign(1, {});
     start(t.fiber, [] { (*body)(); now().state = Done, pass_on(); }, i);
   }
   for (bool over = false; !over;) {

@@ -29,6 +29,7 @@ typedef __attribute__((ext_vector_type(4))) float float4;
   void name(__VA_ARGS__, uint3 tgid, uint tid, uint lane, uint sg); \
   void name(__VA_ARGS__, uint3 tgid, uint tid, uint lane, uint sg)
 #define WIDE_KERNEL(name, ...) KERNEL(name, __VA_ARGS__)
+#define WIDEST_KERNEL(name, ...) KERNEL(name, __VA_ARGS__)
 #define AWAIT() ((void)0)
 #define PREFETCH(p, bytes) ((void)(p), (void)(bytes))
 #define PREFETCH_LINE(p) ((void)(p))

@@ -21,6 +21,7 @@
 #define lane ((uint)get_local_id(0) % 32u)
 #define sg ((uint)get_local_id(0) / 32u)
 #define WIDE_KERNEL(name, ...) KERNEL(name, __VA_ARGS__)
+#define WIDEST_KERNEL(name, ...) KERNEL(name, __VA_ARGS__)
 #define AWAIT() ((void)0)
 #define PREFETCH(p, bytes) ((void)(p), (void)(bytes))
 #define PREFETCH_LINE(p) ((void)(p))

@@ -51,6 +51,16 @@ KERNEL(races, ARGS(FaultArgs, a), IN(float, x, 1), OUT(float, y, 2)) {
 KERNEL(races_across_threadgroups, ARGS(FaultArgs, a), IN(float, x, 1), OUT(float, y, 2)) { AWAIT(); y[0] = x[tid] + float(tgid.x); y[tid] = y[0]; }
 KERNEL(shifts_too_far, ARGS(FaultArgs, a), IN(float, x, 1), OUT(float, y, 2)) { AWAIT(); y[tid] = x[tid] + float(1u << (a.n + tid)); }
 KERNEL(is_wrong, ARGS(FaultArgs, a), IN(float, x, 1), OUT(float, y, 2)) { AWAIT(); y[tid] = tid == 41 ? x[tid] * 1.0001f : x[tid]; }
+KERNEL(reads_before_the_copy, ARGS(FaultArgs, a), IN(float, x, 1), OUT(float, y, 2)) {
+  SHARED(uint, copied, 64);
+  ASYNC_COPY(copied + tid, (DEVICE const uint*)x + tid);
+  ASYNC_COMMIT();
+  ASYNC_COPY(copied + tid, (DEVICE const uint*)x + tid);
+  ASYNC_COMMIT();
+  AWAIT();
+  if (a.n != 0) { ASYNC_WAIT(1); }
+  y[tid] = as_type<float>(copied[tid]);
+}
 KERNEL(leaves_out_one, ARGS(FaultArgs, a), IN(float, x, 1), OUT(float, y, 2)) { AWAIT(); if (tid != 13) y[tid] = x[tid]; }
 KERNEL(does_not_wait, ARGS(FaultArgs, a), IN(float, x, 1), OUT(float, y, 2)) { y[tid] = x[tid]; }
 KERNEL(some_do_not_wait, ARGS(FaultArgs, a), IN(float, x, 1), OUT(float, y, 2)) {

@@ -53,7 +53,7 @@ fn harness_finds_planted_faults() {
 
 #[test]
 fn harness_finds_wrong_and_missing_results() {
-    for kernel in ["is_wrong", "leaves_out_one"] {
+    for kernel in ["is_wrong", "leaves_out_one", "reads_before_the_copy"] {
         let (result, x, y) = outcome(kernel);
         result.unwrap();
         let d = difference(&y, &wide(&x));

@@ -176,6 +176,9 @@ fn tiled_rows_are_exact() {
         (&several, 2048, 7, true, true),
         (&several, 640, 16, false, false),
         (&[(AFFINE4, 8200)], 128, 21, false, true),
+        (&[(AFFINE8, 8200)], 384, 2, false, false),
+        (&[(AFFINE4, 65_540)], 128, 5, false, false),
+        (&[(AFFINE4, 65_540)], 384, 9, false, false),
     ] {
         let mut case = TiledCase::new(shapes, cols, tokens, norm, add);
         let found = case.run(0..tokens);
@@ -196,7 +199,9 @@ fn tiled_rows_are_exact() {
 
 #[test]
 fn tiled_rows_ignore_their_neighbours() {
-    for (shapes, cols) in [(&[(AFFINE4, 40), (AFFINE8, 9)][..], 640), (&[(AFFINE4, 20)], 2176)] {
+    for (shapes, cols) in
+        [(&[(AFFINE4, 40), (AFFINE8, 9)][..], 640), (&[(AFFINE4, 20)], 2176), (&[(AFFINE4, 8194), (AFFINE8, 5)], 256)]
+    {
         let mut case = TiledCase::new(shapes, cols, 21, true, true);
         // Rows with NaN and infinity among the others.
         case.x[5 * cols + 3] = f32::NAN;

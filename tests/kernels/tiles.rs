@@ -76,6 +76,7 @@ fn other_kernels_agree_without_tiles() {
         "gemv_tiles_4",
         "gemv_tiles_8",
         "gemv_tiles_conv",
+        "gemv_tiles_wide_16",
         "moe_down_gemm",
         "moe_down_gemm_any",
         "moe_gate_up_gemm",

@@ -295,7 +295,7 @@ mod tests {
     }
 
     /// Kernels that decoding and drafts use with 4-bit and 8-bit weights.
-    const DECODE_KERNELS: [&str; 16] = [
+    const DECODE_KERNELS: [&str; 17] = [
         "gemv_1",
         "gemv_2",
         "gemv_norm_1",
@@ -307,6 +307,7 @@ mod tests {
         "gemv_tiles_4",
         "gemv_tiles_8",
         "gemv_tiles_16",
+        "gemv_tiles_wide_16",
         "gemv_tiles_conv",
         "moe_gate_up",
         "moe_down",

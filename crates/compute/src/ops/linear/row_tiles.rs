@@ -16,11 +16,30 @@ use crate::{
 const GROUP: usize = 64;
 /// Number of words of a group of x: halves, the sum and the inverse of the scale, and the sum of the squares.
 const GROUP_WORDS: [usize; 3] = [GROUP, 2, 1];
-/// Number of rows of W per threadgroup.
+/// Number of rows of x that are stored together.
+const TILE_ROWS: usize = 4;
+/// Number of rows of W of a tile.
 const BLOCK_ROWS: usize = 16;
-/// Maximum number of rows of W for which eight simdgroups share the columns instead of four. With four, such a launch
-/// would not fill a large GPU.
-const MANY_SIMDS_MAX_ROWS: usize = 8192;
+
+/// Number of simdgroups that share the columns of a product with `width` rows of W. With more simdgroups, fewer rows
+/// fill a large GPU. With fewer, each has a longer run of copies.
+fn splits(width: usize) -> usize {
+    match width {
+        ..=8192 => 8,
+        ..=65536 => 4,
+        _ => 2,
+    }
+}
+
+/// The kernel for this many rows of x: its name, rows of x, tiles of W per simdgroup, and simdgroups.
+fn kernel(tokens: usize, splits: usize) -> (&'static str, usize, usize, usize) {
+    match tokens {
+        0..=4 => ("gemv_tiles_4", 4, 1, 8),
+        5..=8 => ("gemv_tiles_8", 8, 1, 8),
+        _ if splits <= 4 => ("gemv_tiles_wide_16", 16, 2, 4),
+        _ => ("gemv_tiles_16", 16, 1, 8),
+    }
+}
 
 /// What decoded rows need to be multiplied on matrix units.
 #[derive(Debug, Clone, Copy)]
@@ -51,7 +70,7 @@ impl Linear<'_> {
             && self.width() * cols >= min_weights
             && self.norm.is_none_or(|norm| norm.keep.is_none())
             && self.matrices.iter().all(is_fast);
-        if fits { self.tokens * (cols / GROUP) * GROUP_WORDS.iter().sum::<usize>() } else { 0 }
+        if fits { self.split_parts().iter().sum() } else { 0 }
     }
 
     /// The launches of rows that are computed as in decoding.
@@ -65,14 +84,18 @@ impl Linear<'_> {
     /// The split of the rows, then the product. `None` if the product does not run on matrix units.
     pub fn tiled(&self, tiles: Option<RowTiles>, source: RowSource) -> Option<[Launch; 2]> {
         let tiles = tiles.filter(|tiles| self.split_words(tiles.min_weights) > 0)?;
-        let groups = self.tokens * (self.cols() / GROUP);
-        let [halves, factors, squares] = GROUP_WORDS.map(|words| words * groups * 4);
+        let [halves, factors, squares] = self.split_parts().map(|words| words * 4);
         let parts = [
             tiles.buffer.first(halves),
             tiles.buffer.part(halves, factors),
             tiles.buffer.part(halves + factors, squares),
         ];
         Some([self.split(parts, source), self.tile_product(parts)])
+    }
+
+    /// Number of words of each part of the split rows. Whole tiles of rows are stored.
+    fn split_parts(&self) -> [usize; 3] {
+        GROUP_WORDS.map(|words| words * self.tokens.next_multiple_of(TILE_ROWS) * (self.cols() / GROUP))
     }
 
     fn split(&self, parts: [Region; 3], source: RowSource) -> Launch {
@@ -109,20 +132,22 @@ impl Linear<'_> {
         bindings.push(if add { Binding::read_write(y) } else { Binding::write(y) });
         bindings.extend(pad_to_four(matrices).flat_map(Weight::bindings));
         bindings.push(Binding::no_skip_flag(parts[0]));
-        let (kernel, batch) = match tokens {
-            0..=4 => ("gemv_tiles_4", 4),
-            5..=8 => ("gemv_tiles_8", 8),
-            _ => ("gemv_tiles_16", 16),
-        };
-        let simds = if width <= MANY_SIMDS_MAX_ROWS { 8 } else { 4 };
-        let blocks: usize = matrices.iter().map(|m| m.rows.div_ceil(BLOCK_ROWS)).sum();
+        let splits = splits(width);
+        let (kernel, batch, tiles, simds) = kernel(tokens, splits);
+        let rows = BLOCK_ROWS * tiles * simds / splits;
+        let blocks: usize = matrices.iter().map(|m| m.rows.div_ceil(rows)).sum();
         let sizes = [tokens, self.cols(), width];
         Launch {
             kernel,
-            args: args(sizes, matrices, [add.into(), norm.is_some().into(), simds], norm.map_or(0.0, |n| n.eps)),
+            args: args(
+                sizes,
+                matrices,
+                [add.into(), norm.is_some().into(), splits as u32],
+                norm.map_or(0.0, |n| n.eps),
+            ),
             bindings,
             grid: [tokens.div_ceil(batch) as u32, blocks as u32, 1],
-            threads: 32 * simds,
+            threads: 32 * simds as u32,
             skip: SkipUse::Reads,
         }
     }
