@@ -49,7 +49,7 @@ pub fn mix(model: &mut Qwen, seed: u64, vocab: usize) {
         if rows.is_empty() {
             continue;
         }
-        let found = model.forward_each(&mut rows).unwrap();
+        let found = model.forward_each(&mut rows, &[]).unwrap();
         let chosen = alone.iter_mut().zip(&ids).filter_map(|(state, id)| Some((state, (*id)?)));
         for (row, (state, id)) in chosen.enumerate() {
             let expected = model.forward(state, &[id], Rows::Last).unwrap();

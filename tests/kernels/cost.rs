@@ -20,7 +20,7 @@ fn launches_ignore_the_number_of_sequences() {
     let mut count = |sequences: usize| {
         let mut rows: Vec<_> = states.iter_mut().map(|state| (state, 5)).take(sequences).collect();
         std::mem::take(&mut *counted.lock().unwrap());
-        model.forward_each(&mut rows).unwrap();
+        model.forward_each(&mut rows, &[]).unwrap();
         let Count { launches, waits, barriers, .. } = &*counted.lock().unwrap();
         (*launches, *waits, *barriers)
     };

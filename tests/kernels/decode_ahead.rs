@@ -10,6 +10,7 @@ use moestro_base::platform::os::MemoryLevel;
 use moestro_compute::ops::KvBits;
 use moestro_engine::{Sampler, Sampling, TokenMask};
 use moestro_model::{
+    error::ModelError,
     model::{Model, NextToken, PAGE, PassHooks, Qwen, QwenState, Rows, SequenceState, TokenChoice},
     plan::Parallel,
 };
@@ -17,14 +18,18 @@ use std::time::Instant;
 
 const VOCAB: usize = 96;
 
-/// A resident model on a device that reorders launches.
+/// A resident model for two sequences on a device that reorders launches.
 fn model(kv_bits: KvBits) -> (Qwen, Shared) {
+    model_for(2, kv_bits)
+}
+
+fn model_for(sequences: usize, kv_bits: KvBits) -> (Qwen, Shared) {
     let double = Double::new(Host::fast());
     let control = double.control();
     control.lock().unwrap().seed = Some(7);
     let model = load_changed(false, |options| {
         options.kv_bits = kv_bits;
-        options.plan.parallel = Parallel::Count(2);
+        options.plan.parallel = Parallel::Count(sequences);
     });
     (move_to(model, double), control)
 }
@@ -91,6 +96,118 @@ fn other_passes_keep_the_logits() {
     }
 }
 
+/// Evaluates a token of some sequences in one pass, to continue with their likeliest tokens. `ids` has the last token of
+/// every sequence.
+fn step_together(
+    model: &mut Qwen,
+    states: &mut [QwenState],
+    ids: &mut [u32],
+    which: &[usize],
+) -> Result<Vec<Vec<f32>>, ModelError> {
+    let next = vec![NextToken { usable: VOCAB, choice: TokenChoice::LIKELIEST }; which.len()];
+    let chosen = states.iter_mut().enumerate().filter(|(index, _)| which.contains(index));
+    let mut rows: Vec<_> = chosen.map(|(index, state)| (state, ids[index])).collect();
+    let logits = model.forward_each(&mut rows, &next)?;
+    let rows = (0..which.len()).map(|row| logits.row(row).to_vec()).collect::<Vec<_>>();
+    which.iter().zip(&rows).for_each(|(index, row)| ids[*index] = argmax(row));
+    Ok(rows)
+}
+
+/// The logits of the first tokens after each prompt, of one sequence at a time.
+fn alone(model: &mut Qwen, prompts: &[&[u32]], steps: usize) -> Vec<Vec<Vec<f32>>> {
+    let rows = |prompt: &&[u32]| {
+        let (mut state, mut id) = start(model, prompt);
+        let step = |_| {
+            let row = plain(model, &mut state, id);
+            id = argmax(&row);
+            row
+        };
+        (0..steps).map(step).collect()
+    };
+    prompts.iter().map(rows).collect()
+}
+
+#[test]
+fn sequences_decode_ahead_together() {
+    let (mut model, control) = model_for(4, KvBits::Sixteen);
+    // The last sequence passes the end of a page of 256 positions.
+    let long: Vec<u32> = (0..254).map(|n| n * 7 % 96).collect();
+    let prompts = [&PROMPT[..], &PROMPT[..3], &[5, 9, 1, 2], &long];
+    let expected = alone(&mut model, &prompts, 9);
+    let (mut states, mut ids): (Vec<_>, Vec<_>) = prompts.iter().map(|prompt| start(&mut model, prompt)).unzip();
+    let mut steps = [0; 4];
+    // The sequences of each step. All passes run ahead, except before a new page, and where another pass comes first:
+    // the CPU continues some sequences and then the others, or a prompt is computed.
+    let (all, two, others): (&[usize], &[usize], &[usize]) = (&[0, 1, 2, 3], &[0, 2], &[1, 3]);
+    let order = [all, all, all, all, two, others, all, all, all];
+    let mut seen = Vec::new();
+    for (n, which) in (0..).zip(order) {
+        control.lock().unwrap().seed = Some(n);
+        if n == 7 {
+            start(&mut model, &PROMPT);
+        }
+        let rows = step_together(&mut model, &mut states, &mut ids, which).unwrap();
+        for (index, row) in which.iter().zip(rows) {
+            assert!(row == expected[*index][steps[*index]], "step {n}, sequence {index}");
+            steps[*index] += 1;
+            let ahead = states[*index].ahead();
+            assert!(ahead.is_none_or(|ahead| ahead == ids[*index]), "step {n}, sequence {index}");
+        }
+        seen.push(which.iter().all(|index| states[*index].ahead().is_some()));
+    }
+    assert_eq!(seen, [true, false, true, true, false, false, true, false, true]);
+    for (state, id) in states.iter_mut().zip(&ids) {
+        assert_eq!(state.take_ahead(), Some(*id));
+    }
+}
+
+#[test]
+fn ended_sequences_leave_a_pass_ahead() {
+    let (mut model, control) = model_for(3, KvBits::Eight);
+    let prompts = [&PROMPT[..], &PROMPT[..3], &[5, 9, 1, 2]];
+    let expected = alone(&mut model, &prompts, 4);
+    let (mut states, mut ids): (Vec<_>, Vec<_>) = prompts.iter().map(|prompt| start(&mut model, prompt)).unzip();
+    let mut which = vec![0, 1, 2];
+    for n in 0..4 {
+        control.lock().unwrap().seed = Some(n as u64);
+        let rows = step_together(&mut model, &mut states, &mut ids, &which).unwrap();
+        for (index, row) in which.iter().zip(rows) {
+            assert!(row == expected[*index][n], "step {n}, sequence {index}");
+            assert!(states[*index].ahead().is_some(), "step {n}, sequence {index}");
+        }
+        if n == 1 {
+            states[0].take_ahead();
+            which = vec![1, 2];
+        }
+    }
+}
+
+#[test]
+fn fault_ahead_fails_all_sequences_of_the_pass() {
+    let (mut model, control) = model_for(2, KvBits::Sixteen);
+    let prompts = [&PROMPT[..], &PROMPT[..3]];
+    let expected = alone(&mut model, &prompts, 3);
+    let mut failed = 0;
+    for nth in 0..10 {
+        let (mut states, mut ids): (Vec<_>, Vec<_>) = prompts.iter().map(|prompt| start(&mut model, prompt)).unzip();
+        control.lock().unwrap().calls.clear();
+        control.lock().unwrap().fault = Some(Plan { method: "commit", nth, fault: Fault::Fails });
+        for n in 0..3 {
+            let Ok(rows) = step_together(&mut model, &mut states, &mut ids, &[0, 1]) else {
+                failed += 1;
+                break;
+            };
+            assert!(rows.iter().zip(&expected).all(|(row, expected)| *row == expected[n]), "commit {nth}");
+        }
+        control.lock().unwrap().fault = None;
+        drop(states);
+        let (mut states, mut ids): (Vec<_>, Vec<_>) = prompts.iter().map(|prompt| start(&mut model, prompt)).unzip();
+        let rows = step_together(&mut model, &mut states, &mut ids, &[0, 1]).unwrap();
+        assert!(rows.iter().zip(&expected).all(|(row, expected)| *row == expected[0]), "after commit {nth}");
+    }
+    assert!(failed > 4, "{failed} steps failed");
+}
+
 #[test]
 fn only_usable_tokens_are_chosen() {
     let (mut model, _) = model(KvBits::Sixteen);
@@ -116,7 +233,7 @@ fn other_tokens_are_refused() {
             0 => model.forward(&mut state, &[(next + 1) % 96], Rows::Last),
             1 => model.forward(&mut state, &[next, 5], Rows::Last),
             2 => model.verify(&mut state, &[next, 5]),
-            _ => model.forward_each(&mut [(&mut state, next), (&mut other, 5)]),
+            _ => model.forward_each(&mut [(&mut state, next), (&mut other, 5)], &[]),
         };
         assert!(done.is_err(), "{wrong}");
     }

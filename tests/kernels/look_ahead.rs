@@ -96,7 +96,7 @@ fn step(model: &mut Qwen, states: &mut [QwenState], mut dice: Dice) -> Logits {
         1 => {
             let first = dice.roll(states.len() - 1);
             let [first, second] = &mut states[first..first + 2] else { unreachable!() };
-            model.forward_each(&mut [(first, tokens[0]), (second, tokens[1])]).unwrap()
+            model.forward_each(&mut [(first, tokens[0]), (second, tokens[1])], &[]).unwrap()
         }
         _ => model.forward(&mut states[one], &tokens[..1], Rows::Last).unwrap(),
     }
@@ -265,7 +265,7 @@ impl Streamed {
         let keep_going = || submitted.replace(submitted.get() + 1) != cancelled;
         let mut hooks = PassHooks { keep_going: Some(&keep_going), ..PassHooks::default() };
         match kind {
-            0 if cancelled == usize::MAX => drop(self.model.forward_each(&mut [(one, ids[0]), (two, ids[1])])?),
+            0 if cancelled == usize::MAX => drop(self.model.forward_each(&mut [(one, ids[0]), (two, ids[1])], &[])?),
             1 if cancelled == usize::MAX => drop(self.model.verify(one, &ids)?),
             _ => drop(self.model.forward_with(one, &ids[..1], Rows::Last, &mut hooks)?),
         }

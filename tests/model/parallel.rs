@@ -213,7 +213,7 @@ fn rows_of_sequences_match_single_rows() {
             for step in 0..3 {
                 let ids = ids.tokens(count);
                 let mut rows: Vec<_> = together.iter_mut().zip(ids.iter().copied()).collect();
-                let found = model.forward_each(&mut rows).unwrap();
+                let found = model.forward_each(&mut rows, &[]).unwrap();
                 for (index, (state, id)) in alone.iter_mut().zip(&ids).enumerate() {
                     let expected = model.forward(state, &[*id], Rows::Last).unwrap();
                     let same = found.row(index).iter().zip(expected.row(0)).all(|(a, b)| a.to_bits() == b.to_bits());

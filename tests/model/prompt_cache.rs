@@ -16,7 +16,7 @@ use moestro_engine::{
 };
 use moestro_model::{
     error::ModelError,
-    model::{HiddenStates, KvPage, LoadOptions, Logits, Model, ModelInfo, PassHooks, Qwen, Rows, Snapshot},
+    model::{HiddenStates, KvPage, LoadOptions, Logits, Model, ModelInfo, NextToken, PassHooks, Qwen, Rows, Snapshot},
 };
 use serde_json::{Value, json};
 use std::{
@@ -60,9 +60,9 @@ impl Model for CountingModel {
         self.qwen.forward_with(state, ids, rows, hooks)
     }
 
-    fn forward_each(&mut self, rows: &mut [(&mut Self::State, u32)]) -> Result<Logits, ModelError> {
+    fn forward_each(&mut self, rows: &mut [(&mut Self::State, u32)], next: &[NextToken]) -> Result<Logits, ModelError> {
         self.tokens.fetch_add(rows.len(), Ordering::Relaxed);
-        self.qwen.forward_each(rows)
+        self.qwen.forward_each(rows, next)
     }
 
     fn snapshot(&mut self, state: &mut Self::State) -> Result<Snapshot, ModelError> {

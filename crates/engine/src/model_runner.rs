@@ -17,7 +17,7 @@ use crate::error::EngineError;
 use moestro_base::metrics::Metrics;
 use moestro_model::{
     error::ModelError,
-    model::{Logits, Model, ModelInfo, PassHooks, Rows, SequenceState},
+    model::{Logits, Model, ModelInfo, NextToken, PassHooks, Rows, SequenceState},
 };
 use std::{sync::Arc, time::Instant};
 
@@ -251,14 +251,17 @@ impl<M: Model> ModelRunner<M> {
             [] => Ok(()),
             [row] => self.advance(row.live, decoding),
             several => {
-                // The logits of a sequence that is ahead are computed already.
+                // The pass of a sequence that is ahead is submitted already.
                 several.sort_by_key(|row| !row.live.is_ahead());
                 let (ahead, others) = several.split_at_mut(several.partition_point(|row| row.live.is_ahead()));
-                ahead.iter_mut().try_for_each(|row| self.advance(row.live, decoding))?;
-                match others {
-                    [] => Ok(()),
-                    others => self.advance_together(others),
+                for rows in [ahead, others] {
+                    match rows {
+                        [] => {}
+                        [row] => self.advance(row.live, decoding)?,
+                        rows => self.advance_together(rows, decoding)?,
+                    }
                 }
+                Ok(())
             }
         });
         let mut evaluated = 0;
@@ -295,12 +298,14 @@ impl<M: Model> ModelRunner<M> {
     }
 
     /// Evaluates the last token of several requests in one pass, without drafts.
-    fn advance_together(&mut self, rows: &mut [&mut DecodeRow<M::State>]) -> Result<(), Abort> {
+    fn advance_together(&mut self, rows: &mut [&mut DecodeRow<M::State>], decoding: usize) -> Result<(), Abort> {
+        // The next pass has the same rows unless other sequences decode in turn with these.
+        let next = if rows.len() == decoding { next_tokens(rows) } else { Vec::new() };
         let decoding = rows.iter_mut().filter_map(|row| row.live.decoding());
         let decoding = decoding.filter_map(|(sequence, answer)| Some(((sequence, answer.last?), &mut answer.rows)));
         let (mut tokens, pending): (Vec<_>, Vec<_>) = decoding.unzip();
         self.speculator.follow(None);
-        let logits = Sequence::extend_each(&mut self.model, &mut tokens)?;
+        let logits = Sequence::extend_each(&mut self.model, &mut tokens, &next)?;
         for (row, pending) in pending.into_iter().enumerate() {
             *pending = PendingRows::row_of(logits.clone(), row);
         }
@@ -341,6 +346,21 @@ impl<M: Model> ModelRunner<M> {
             }
         }
     }
+}
+
+/// How the next token of each request will be chosen. Empty if that is unknown for one of them, or if no request needs
+/// another pass.
+fn next_tokens<S: SequenceState>(rows: &[&mut DecodeRow<S>]) -> Vec<NextToken> {
+    let next = |row: &&mut DecodeRow<S>| match &row.live.stage {
+        Stage::Decode(answer) if answer.masks.is_none() => answer.sampler.next_token(),
+        _ => None,
+    };
+    let continues = |row: &&mut DecodeRow<S>| match &row.live.stage {
+        Stage::Decode(answer) => answer.timings.generated_tokens + 1 < row.live.submitted.request.max_tokens,
+        _ => false,
+    };
+    let all: Option<Vec<NextToken>> = rows.iter().map(next).collect();
+    all.filter(|_| rows.iter().any(continues)).unwrap_or_default()
 }
 
 /// Handles the error of a pass. The error of one sequence ends its request, and a panic ends every request of the pass.

@@ -6,7 +6,7 @@
 use super::cache_salt::{CacheSalt, CachedPrompt};
 use moestro_model::{
     error::ModelError,
-    model::{Logits, Model, PassHooks, PlacedImage, Rows, SequenceState, Snapshot},
+    model::{Logits, Model, NextToken, PassHooks, PlacedImage, Rows, SequenceState, Snapshot},
 };
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -91,15 +91,16 @@ impl<S: SequenceState> Sequence<S> {
     }
 
     /// Evaluates and appends one token to each sequence in one pass. Returns one row of logits per sequence, with the
-    /// same bytes as separate passes.
+    /// same bytes as separate passes. For `next`, see [`Model::forward_each`].
     ///
     /// After an error the caller must drop all of the sequences.
     pub fn extend_each<M: Model<State = S>>(
         model: &mut M,
         rows: &mut [(&mut Self, u32)],
+        next: &[NextToken],
     ) -> Result<Logits, ModelError> {
         let mut states: Vec<(&mut S, u32)> = rows.iter_mut().map(|(sequence, id)| (&mut sequence.state, *id)).collect();
-        let logits = model.forward_each(&mut states)?;
+        let logits = model.forward_each(&mut states, next)?;
         rows.iter_mut().for_each(|(sequence, id)| sequence.tokens.push(*id));
         Ok(logits)
     }

@@ -243,7 +243,7 @@ impl Model for MockModel {
         Ok(self.logits(logits))
     }
 
-    fn forward_each(&mut self, rows: &mut [(&mut MockState, u32)]) -> Result<Logits, ModelError> {
+    fn forward_each(&mut self, rows: &mut [(&mut MockState, u32)], _: &[NextToken]) -> Result<Logits, ModelError> {
         self.count_used_logits();
         let mut logits = Vec::new();
         for (state, id) in rows {

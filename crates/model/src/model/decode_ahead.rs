@@ -9,6 +9,9 @@
 //! GPU   pass 1           pass 2             pass 3
 //! ```
 //!
+//! A pass may have a row for each of several sequences. Each row's next token is chosen on the GPU, and the next pass has
+//! the same rows. If the CPU then continues only some of the sequences, the logits of the others are computed in vain.
+//!
 //! A pass ahead cannot be undone, since the recurrent state of a delta net cannot be rewound. At the end of an answer,
 //! the sequence therefore contains one token more than otherwise: the last token of the answer, or the token that ended
 //! it.
@@ -19,11 +22,15 @@
 use super::{
     Logits, NextToken, SequenceState,
     device_state::DeviceState,
-    forward::pass::{Chunk, SnapshotMarks},
+    forward::{
+        buffers::Buffers,
+        pass::{Chunk, SequenceRow, SnapshotMarks},
+    },
     model_parts::ModelParts,
     positions::RowPositions,
     state::{
         pass_ahead::{PassAhead, collect, drop_failure},
+        rollback::MAX_VERIFY_ROWS,
         sequence::QwenState,
     },
 };
@@ -31,34 +38,37 @@ use crate::error::ModelError;
 use moestro_compute::{experts::ExpertStore, ops::Sample};
 use std::sync::{Arc, OnceLock};
 
-/// Evaluates one token. Returns the logits after it. If `next` is set, also submits the pass of the next token.
+/// Evaluates one token of each sequence, all in one pass. Returns the logits after each token. If `next` has an entry for
+/// each sequence, also submits the pass of the next tokens. Several sequences must share buffers.
 pub fn forward(
     parts: &ModelParts,
     device: &mut DeviceState,
-    state: &mut QwenState,
-    id: u32,
-    next: Option<NextToken>,
+    rows: &mut [(&mut QwenState, u32)],
+    next: &[NextToken],
 ) -> Result<Logits, ModelError> {
-    let next = next.filter(|_| is_possible(parts, device));
-    let row = match state.ahead.take() {
-        None => {
+    let passes: Vec<Arc<PassAhead>> = rows.iter_mut().filter_map(|(state, _)| state.ahead.take()).collect();
+    let places: Vec<usize> = if passes.is_empty() {
+        collect(&mut device.ahead, device.backend.as_mut());
+        let ids: Vec<u32> = rows.iter().map(|(_, id)| *id).collect();
+        submit(parts, device, rows, 0, Some(&ids))?;
+        (0..rows.len()).collect()
+    } else {
+        check_tokens(rows, &passes)?;
+        let is_submitted = |pass| device.ahead.iter().any(|other| Arc::ptr_eq(other, pass));
+        // Besides the device, a sequence that has not ended keeps its pass.
+        let is_needed = |other: &Arc<PassAhead>| {
+            Arc::strong_count(other) > 1 && !passes.iter().any(|pass| Arc::ptr_eq(pass, other))
+        };
+        if !passes.iter().all(is_submitted) || device.ahead.iter().any(is_needed) {
+            // Something else used the device meanwhile, or another pass begins.
             collect(&mut device.ahead, device.backend.as_mut());
-            submit_token(parts, device, state, 0, Some(id))?;
-            0
+            return collected(parts, device, &passes);
         }
-        Some(pass) if pass.id != id => {
-            return Err(ModelError::Config(format!("the sequence already contains token {}, not {id}", pass.id)));
-        }
-        Some(pass) => match pass.collected.get() {
-            Some(Ok(logits)) => return Ok(parts.keep_logits(device, logits.clone())),
-            Some(Err(error)) => return Err(error.clone().into()),
-            None => {
-                device.ahead = None;
-                pass.row
-            }
-        },
+        device.ahead.clear();
+        passes.iter().map(|pass| pass.row).collect()
     };
-    let done = read_and_continue(parts, device, state, row, next);
+    let next = if is_possible(parts, device) { next } else { &[] };
+    let done = read_and_continue(parts, device, rows, &places, next);
     if done.is_err() {
         drop_failure(device.backend.as_mut());
         parts.store.iter().for_each(ExpertStore::clear_device);
@@ -66,64 +76,126 @@ pub fn forward(
     done
 }
 
-/// Reads the logits of the pass that was submitted last, which uses row `row` of the buffers.
-fn read_and_continue(
-    parts: &ModelParts,
-    device: &mut DeviceState,
-    state: &mut QwenState,
-    row: usize,
-    next: Option<NextToken>,
-) -> Result<Logits, ModelError> {
-    let config = &parts.config;
-    let buffers = device.buffers.at_row(row, config);
-    // Writing the number of a new page would wait for the pass.
-    let has_room = state.len < parts.plan.context && state.missing_pages(1) == 0;
-    let sample = next.filter(|_| has_room).and_then(|NextToken { usable, choice }| {
-        let count = usable.min(config.vocab);
-        let logits = buffers.logits;
-        let id = buffers.ids;
-        let words = Sample::scratch_words(&choice, count).filter(|words| words * 4 <= buffers.partials.len)?;
-        Some(Sample { choice, count, logits, scratch: buffers.partials.floats(words), id })
-    });
-    if let Some(sample) = sample {
-        device.backend.execute(&sample.into())?;
-        // The wait for these logits must not include the next pass.
-        device.backend.flush()?;
-        submit_token(parts, device, state, 1 - row, None)?;
+/// Fails unless `passes` has a pass of each sequence's token.
+fn check_tokens(rows: &[(&mut QwenState, u32)], passes: &[Arc<PassAhead>]) -> Result<(), ModelError> {
+    if passes.len() < rows.len() {
+        return Err(ModelError::Config("only some of the sequences contain the token that follows".into()));
     }
-    let mut logits = parts.new_logits(device, 1);
-    device.backend.read_floats(buffers.logits, &mut logits)?;
-    if sample.is_some() {
-        let mut id = [0];
-        device.backend.read_words(buffers.ids, &mut id)?;
-        let row = 1 - row;
-        let [id] = id;
-        let logits = device.buffers.at_row(row, config).logits;
-        let pass = Arc::new(PassAhead { id, row, logits, collected: OnceLock::new() });
-        device.ahead = Some(pass.clone());
-        state.ahead = Some(pass);
+    match rows.iter().zip(passes).find(|((_, id), pass)| pass.id != *id) {
+        Some(((_, id), pass)) => {
+            Err(ModelError::Config(format!("the sequence already contains token {}, not {id}", pass.id)))
+        }
+        None => Ok(()),
+    }
+}
+
+/// The logits of passes that were waited for already.
+fn collected(parts: &ModelParts, device: &mut DeviceState, passes: &[Arc<PassAhead>]) -> Result<Logits, ModelError> {
+    let mut logits = parts.new_logits(device, passes.len());
+    for (row, pass) in logits.chunks_mut(parts.config.vocab).zip(passes) {
+        match pass.collected.get() {
+            Some(Ok(found)) => row.copy_from_slice(found),
+            Some(Err(error)) => return Err(error.clone().into()),
+            None => return Err(ModelError::Config("a pass ahead was lost".into())),
+        }
     }
     Ok(parts.keep_logits(device, logits))
 }
 
-/// Submits the pass of one token, with row `row` of the buffers. If `id` is `None`, the GPU has chosen the token.
-fn submit_token(
+/// Number of rows after which the tables and the logits of a second pass begin.
+fn half(buffers: &Buffers) -> usize {
+    (buffers.rows / 2).min(MAX_VERIFY_ROWS)
+}
+
+/// Reads the logits of the pass that was submitted last, and submits the next pass before that. `places` are the places
+/// of the rows in the tables.
+fn read_and_continue(
     parts: &ModelParts,
     device: &mut DeviceState,
-    state: &mut QwenState,
-    row: usize,
-    id: Option<u32>,
+    rows: &mut [(&mut QwenState, u32)],
+    places: &[usize],
+    next: &[NextToken],
+) -> Result<Logits, ModelError> {
+    let config = &parts.config;
+    let buffers = device.buffers;
+    let half = half(&buffers);
+    // Writing the number of a new page would wait for the pass.
+    let has_room = |(state, _): &(&mut QwenState, u32)| state.len < parts.plan.context && state.missing_pages(1) == 0;
+    let is_possible = next.len() == rows.len() && rows.len() <= half && rows.iter().all(has_room);
+    let sample = |(row, (place, NextToken { usable, choice })): (usize, (&usize, &NextToken))| {
+        let count = (*usable).min(config.vocab);
+        let logits = buffers.at_rows(*place, 1, config).logits;
+        let id = buffers.ids.rows(row, 1, 1);
+        let words = Sample::scratch_words(choice, count).filter(|words| words * 4 <= buffers.partials.len)?;
+        Some(Sample { choice: *choice, count, logits, scratch: buffers.partials.floats(words), id })
+    };
+    let samples: Option<Vec<Sample>> = places.iter().zip(next).enumerate().map(sample).collect();
+    let samples = samples.filter(|_| is_possible);
+    // The pass of the next tokens uses the other half of the tables.
+    let first = if places.first().is_some_and(|place| *place < half) { half } else { 0 };
+    if let Some(samples) = &samples {
+        samples.iter().try_for_each(|sample| device.backend.execute(&(*sample).into()))?;
+        // The wait for these logits must not include the next pass.
+        device.backend.flush()?;
+        submit(parts, device, rows, first, None)?;
+    }
+    let mut logits = parts.new_logits(device, rows.len());
+    let mut unread = &mut logits[..];
+    for run in places.chunk_by(|place, after| place + 1 == *after) {
+        let (part, after) = unread.split_at_mut(run.len() * config.vocab);
+        device.backend.read_floats(buffers.at_rows(run[0], run.len(), config).logits, part)?;
+        unread = after;
+    }
+    if samples.is_some() {
+        let mut ids = vec![0; rows.len()];
+        device.backend.read_words(buffers.ids, &mut ids)?;
+        for (row, ((state, _), id)) in (first..).zip(rows.iter_mut().zip(ids)) {
+            let logits = buffers.at_rows(row, 1, config).logits;
+            let pass = Arc::new(PassAhead { id, row, logits, collected: OnceLock::new() });
+            device.ahead.push(pass.clone());
+            state.ahead = Some(pass);
+        }
+    }
+    Ok(parts.keep_logits(device, logits))
+}
+
+/// Submits a pass with one token of each sequence, with the tables from row `first` on. If `ids` is `None`, the GPU has
+/// chosen the tokens.
+fn submit(
+    parts: &ModelParts,
+    device: &mut DeviceState,
+    rows: &mut [(&mut QwenState, u32)],
+    first: usize,
+    ids: Option<&[u32]>,
 ) -> Result<(), ModelError> {
-    parts.check_ids(state.len, id.as_slice())?;
-    state.verified = 0;
-    let positions = RowPositions::new(state.next, state.len, &[]);
-    let ids = [id.unwrap_or(0)];
-    let table_row = Some(row);
-    let id_on_device = id.is_none();
-    let chunk = Chunk { table_row, id_on_device, logits: 0..1, ..Chunk::new(&ids, state.len, positions) };
-    parts.run_pass(device, &mut [state], chunk, None, SnapshotMarks::default(), None)?;
-    state.len += 1;
-    state.next += 1;
+    let count = rows.len();
+    for (row, (state, _)) in rows.iter_mut().enumerate() {
+        parts.check_ids(state.len, ids.map_or(&[], |ids| &ids[row..=row]))?;
+        if count > 1 {
+            parts.replay(device, state)?;
+        }
+        state.verified = 0;
+    }
+    let sequences: Vec<SequenceRow> = rows.iter().map(|(state, _)| SequenceRow::next_of(state)).collect();
+    let unknown = [0; MAX_VERIFY_ROWS];
+    let given = ids.unwrap_or(&unknown[..count]);
+    let chunk = match &mut *rows {
+        [(state, _)] => Chunk::new(given, state.len, RowPositions::new(state.next, state.len, &[])),
+        _ => Chunk { sequences: &sequences, ..Chunk::new(given, 0, RowPositions::new(0, 0, &[])) },
+    };
+    let chunk = Chunk {
+        table_row: Some(first),
+        id_on_device: ids.is_none(),
+        logits: 0..count,
+        kind: parts.pass_kind(count),
+        ..chunk
+    };
+    let mut states: Vec<&mut QwenState> = rows.iter_mut().map(|(state, _)| &mut **state).collect();
+    parts.run_pass(device, &mut states, chunk, None, SnapshotMarks::default(), None)?;
+    for state in states {
+        state.len += 1;
+        state.next += 1;
+    }
     Ok(())
 }
 

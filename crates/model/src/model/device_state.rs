@@ -30,8 +30,8 @@ pub struct DeviceState {
     pub scratch: Scratch,
     pub taps: TapBuffers,
     pub mtp: Option<MtpDeviceState>,
-    /// The pass that was submitted last, if its logits were not read yet.
-    pub ahead: Option<Arc<PassAhead>>,
+    /// The rows of the pass that was submitted last, if their logits were not read yet.
+    pub ahead: Vec<Arc<PassAhead>>,
     /// The logits of the last pass. The next pass reuses their memory if nothing else uses it.
     pub last_logits: Arc<Vec<f32>>,
 }
@@ -98,7 +98,7 @@ impl DeviceState {
             scratch: Scratch::default(),
             taps: TapBuffers::default(),
             mtp,
-            ahead: None,
+            ahead: Vec::new(),
             last_logits: Arc::default(),
         })
     }

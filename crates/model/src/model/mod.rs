@@ -207,11 +207,12 @@ pub trait Model: HiddenStates + Send + 'static {
     ) -> Result<Logits, ModelError>;
 
     /// Appends one token to each of several sequences. Returns the logits after each token. The logits have the same
-    /// bytes as if each sequence ran alone.
+    /// bytes as if each sequence ran alone. `next` is empty or has an entry for each sequence, as in
+    /// [`PassHooks::next`]. All of the sequences are [ahead](SequenceState::ahead), or none.
     ///
     /// # Errors
     /// After any error, all states are unusable.
-    fn forward_each(&mut self, rows: &mut [(&mut Self::State, u32)]) -> Result<Logits, ModelError>;
+    fn forward_each(&mut self, rows: &mut [(&mut Self::State, u32)], next: &[NextToken]) -> Result<Logits, ModelError>;
 
     /// Takes a snapshot of the whole sequence.
     fn snapshot(&mut self, state: &mut Self::State) -> Result<Snapshot, ModelError>;

@@ -85,7 +85,7 @@ pub fn adopt_slots(
 pub struct PlacedSlots<'a> {
     pub backend: &'a mut dyn Backend,
     pub slots: &'a ExpertSlots,
-    pub ahead: &'a mut Option<Arc<PassAhead>>,
+    pub ahead: &'a mut Vec<Arc<PassAhead>>,
 }
 
 impl Timeline for PlacedSlots<'_> {

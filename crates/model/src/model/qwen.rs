@@ -1,7 +1,8 @@
 //! A loaded model: forward passes, verifies, snapshots, and the methods that draft models use.
 
 use super::{
-    HiddenStates, HiddenTaps, KvPage, Logits, Model, ModelInfo, PAGE, PassHooks, Rows, Snapshot, SnapshotSize,
+    HiddenStates, HiddenTaps, KvPage, Logits, Model, ModelInfo, NextToken, PAGE, PassHooks, Rows, Snapshot,
+    SnapshotSize,
     config::Config,
     decode_ahead,
     device_state::DeviceState,
@@ -69,9 +70,9 @@ impl Model for Qwen {
         self.forward_chunks(state, ids, rows, hooks)
     }
 
-    fn forward_each(&mut self, rows: &mut [(&mut QwenState, u32)]) -> Result<Logits, ModelError> {
+    fn forward_each(&mut self, rows: &mut [(&mut QwenState, u32)], next: &[NextToken]) -> Result<Logits, ModelError> {
         if rows.len() > 1 && rows.windows(2).all(|pair| pair[0].0.shares_buffers(pair[1].0)) {
-            return self.forward_sequences(rows);
+            return self.forward_sequences(rows, next);
         }
         // There are more sequences than arenas that share buffers.
         let mut data = Vec::new();
@@ -312,7 +313,7 @@ impl Qwen {
             let device = &mut self.device;
             let has_next = rows == Rows::Last && hooks.next.is_some();
             if state.ahead.is_some() || has_next && decode_ahead::is_possible(&self.parts, device) {
-                return decode_ahead::forward(&self.parts, device, state, id, hooks.next);
+                return decode_ahead::forward(&self.parts, device, &mut [(state, id)], hooks.next.as_slice());
             }
         }
         self.parts.check_ids(state.len, ids)?;
@@ -359,23 +360,26 @@ impl Qwen {
     }
 
     /// Runs one pass with one row of each sequence. The sequences share buffers.
-    fn forward_sequences(&mut self, rows: &mut [(&mut QwenState, u32)]) -> Result<Logits, ModelError> {
+    fn forward_sequences(
+        &mut self,
+        rows: &mut [(&mut QwenState, u32)],
+        next: &[NextToken],
+    ) -> Result<Logits, ModelError> {
         let count = rows.len();
         if count > self.batch() {
             return Err(ModelError::Config(format!("one pass cannot compute {count} sequences")));
         }
         let device = &mut self.device;
+        let is_ahead = rows.iter().any(|(state, _)| state.ahead.is_some());
+        if is_ahead || !next.is_empty() && decode_ahead::is_possible(&self.parts, device) {
+            return decode_ahead::forward(&self.parts, device, rows, next);
+        }
         for (state, id) in &mut *rows {
             self.parts.check_ids(state.len, &[*id])?;
             self.parts.replay(device, state)?;
         }
         let ids: Vec<u32> = rows.iter().map(|(_, id)| *id).collect();
-        let sequence = |(state, _): &(&mut QwenState, u32)| SequenceRow {
-            number: state.number,
-            start: state.len,
-            position: state.next,
-        };
-        let sequences: Vec<SequenceRow> = rows.iter().map(sequence).collect();
+        let sequences: Vec<SequenceRow> = rows.iter().map(|(state, _)| SequenceRow::next_of(state)).collect();
         let chunk = Chunk {
             sequences: &sequences,
             logits: 0..count,

@@ -139,7 +139,7 @@ impl ModelParts {
         states.iter_mut().try_for_each(|state| state.reserve_pages(rows_of_each, device.backend.as_mut()))?;
         let DeviceState { backend, limits, slots, buffers, kv_shape, scratch, taps, .. } = device;
         let ModelParts { config, net, store, tables, .. } = self;
-        let buffers = &chunk.table_row.map_or(*buffers, |row| buffers.at_row(row, config));
+        let buffers = &chunk.table_row.map_or(*buffers, |first| buffers.at_rows(first, chunk.ids.len(), config));
         // The rows of n-gram tables depend on tokens only, so they are read while the first layers compute.
         let request_rows = |(table, history): (&'a NgramTable, RowRing)| {
             let count = table.layout().shape.size - 1;

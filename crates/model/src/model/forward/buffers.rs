@@ -12,6 +12,9 @@ use std::ops::Range;
 
 /// Maximum number of rows of logits that are computed at once.
 pub const LOGIT_ROWS: usize = 16;
+/// Number of passes whose tables and logits have a place, if the device computes a pass while the CPU uses the logits of
+/// the pass before.
+const PASSES: usize = 2;
 
 /// Each buffer inside the shared block starts at a multiple of this many words.
 const ALIGN_WORDS: usize = 64;
@@ -28,8 +31,8 @@ pub struct Buffers {
     pub block: usize,
     /// `[rows]` u32: token ids.
     pub ids: Region,
-    /// `[MAX_VERIFY_ROWS, 2]` u32, if each row belongs to another sequence: the number of the sequence, and the row's
-    /// index there.
+    /// `[PASSES * MAX_VERIFY_ROWS, 2]` u32, if each row belongs to another sequence: the number of the sequence, and the
+    /// row's index there.
     pub sequences: Region,
     /// `[rows, hidden]`: the residual stream. With several residual streams, the result of a layer part.
     pub h: Region,
@@ -79,7 +82,7 @@ pub struct Buffers {
     pub skip_flag: Region,
     /// Half-precision rows.
     pub half: HalfBuffers,
-    /// `[LOGIT_ROWS, vocab]`.
+    /// `[PASSES * LOGIT_ROWS, vocab]`.
     pub logits: Region,
 }
 
@@ -222,6 +225,7 @@ impl Buffers {
             FfnShape::Dense { .. } => (0, 0),
             FfnShape::Moe { experts, k, .. } => (k, experts),
         };
+        let passes = if limits.is_async { PASSES } else { 1 };
         let few = rows.min(limits.max_per_assignment_rows.max(1));
         let routes = if k > 0 { rows.min(limits.max_slot_table_rows) } else { 0 };
         let mut take = |words: usize| take(words * 4);
@@ -248,7 +252,7 @@ impl Buffers {
             rows,
             block,
             ids: take(rows)?,
-            sequences: take(2 * rows.min(MAX_VERIFY_ROWS))?,
+            sequences: take(2 * rows.min(passes * MAX_VERIFY_ROWS))?,
             h: take(rows * hidden)?,
             normed: take(rows * hidden)?,
             streams: take(rows * width)?,
@@ -283,15 +287,16 @@ impl Buffers {
             routes: take(config.layers * route_layout(routes, k, scores).1)?,
             skip_flag: take(1)?,
             half: HalfBuffers { x: take(rows * half_x)?, act: take(rows * half_act)? },
-            logits: take(rows.min(LOGIT_ROWS) * config.vocab)?,
+            logits: take(rows.min(passes * LOGIT_ROWS) * config.vocab)?,
         })
     }
 
-    /// The same buffers for a pass of one row, but row `row` of the tables that the CPU writes before a pass or reads
-    /// after it, except `ids`. So the CPU can prepare a pass while the GPU computes another one.
-    pub fn at_row(&self, row: usize, config: &Config) -> Self {
-        let rope = self.rope.rows(row, 1, config.attention.rope_dim);
-        Self { rope, logits: self.logits.rows(row, 1, config.vocab), ..*self }
+    /// The same buffers for a pass of `count` rows, but `count` rows from `first` on of the tables that the CPU writes
+    /// before a pass or reads after it, except `ids`. So the CPU can prepare a pass while the GPU computes another one.
+    pub fn at_rows(&self, first: usize, count: usize, config: &Config) -> Self {
+        let rope = self.rope.rows(first, count, config.attention.rope_dim);
+        let sequences = self.sequences.rows(first, count, 2);
+        Self { rope, sequences, logits: self.logits.rows(first, count, config.vocab), ..*self }
     }
 
     /// The residual between layers: `h`, or all streams.

@@ -11,6 +11,7 @@ use crate::{
         state::{
             rollback::{Commit, DeltaState},
             row_ring::RowRing,
+            sequence::QwenState,
         },
         weights::Residual,
     },
@@ -37,9 +38,9 @@ pub struct Chunk<'a> {
     pub positions: RowPositions<'a>,
     /// Rows of images, which replace embeddings.
     pub image_rows: &'a [ImageRows],
-    /// Set for a pass of one row that is submitted without a wait: see [`Buffers::at_row`].
+    /// Set for a pass that is submitted without a wait: the first row of its tables, see [`Buffers::at_rows`].
     pub table_row: Option<usize>,
-    /// True if the GPU has chosen the token, so that its id is already in the device's memory.
+    /// True if the GPU has chosen the tokens, so that their ids are already in the device's memory.
     pub id_on_device: bool,
     /// The rows whose logits the caller wants.
     pub logits: Range<usize>,
@@ -86,6 +87,13 @@ pub struct SequenceRow {
     pub start: usize,
     /// Position of the row, on all axes.
     pub position: usize,
+}
+
+impl SequenceRow {
+    /// The row of the next token of a sequence.
+    pub fn next_of(state: &QwenState) -> Self {
+        Self { number: state.number, start: state.len, position: state.next }
+    }
 }
 
 /// Rows of an image, from the vision tower.
