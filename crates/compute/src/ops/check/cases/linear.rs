@@ -37,6 +37,13 @@ pub fn cases(b: &mut KernelCheck<'_, impl Driver>) -> Result<(), DeviceError> {
                     product(b, &matrices, tokens, [norm, false], CLOSE)?;
                 }
             }
+            if let WeightFormat::Affine { bits: 4, group: 64, .. } = codes[0] {
+                // With more rows of W, fewer simdgroups share the columns.
+                let matrices = [b.weight(codes[0], 8200, 128)?, b.weight(codes[1], 18, 128)?];
+                for tokens in [2, 7, 9] {
+                    product(b, &matrices, tokens, [true, false], CLOSE)?;
+                }
+            }
             b.gpu.tile_all_rows(false);
         }
         if !b.gpu.limits().uses_half_precision {
