@@ -187,7 +187,7 @@ impl Driver for Cuda {
 
     /// For smaller products, the launch that splits the rows costs as much as matrix units save.
     fn min_tiled_weights(&self) -> Option<usize> {
-        Some(28 << 20)
+        Some(8 << 20)
     }
 
     fn can_recover(&self) -> bool {

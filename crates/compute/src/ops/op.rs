@@ -66,7 +66,7 @@ operations! {
     Router(Router<'a>),
     Experts(Experts<'a>),
     CombineExperts(CombineExperts<'a>),
-    Sample(Sample),
+    Sample(Sample<'a>),
 }
 
 /// A part of a model that a backend may not support.

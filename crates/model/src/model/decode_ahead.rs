@@ -122,19 +122,16 @@ fn read_and_continue(
     // Writing the number of a new page would wait for the pass.
     let has_room = |(state, _): &(&mut QwenState, u32)| state.len < parts.plan.context && state.missing_pages(1) == 0;
     let is_possible = next.len() == rows.len() && rows.len() <= half && rows.iter().all(has_room);
-    let sample = |(row, (place, NextToken { usable, choice })): (usize, (&usize, &NextToken))| {
-        let count = (*usable).min(config.vocab);
-        let logits = buffers.at_rows(*place, 1, config).logits;
-        let id = buffers.ids.rows(row, 1, 1);
-        let words = Sample::scratch_words(choice, count).filter(|words| words * 4 <= buffers.partials.len)?;
-        Some(Sample { choice: *choice, count, logits, scratch: buffers.partials.floats(words), id })
-    };
-    let samples: Option<Vec<Sample>> = places.iter().zip(next).enumerate().map(sample).collect();
-    let samples = samples.filter(|_| is_possible);
+    let chosen: Vec<_> = places.iter().zip(next).map(|(place, next)| (*place, next.choice)).collect();
+    let count = next.iter().map(|next| next.usable).min().unwrap_or(0).min(config.vocab);
+    let words = Sample::scratch_words(&chosen, count).filter(|words| words * 4 <= buffers.partials.len);
+    let scratch = words.filter(|_| is_possible).map(|words| buffers.partials.floats(words));
+    let Buffers { logits, ids, .. } = buffers;
+    let sample = scratch.map(|scratch| Sample { rows: &chosen, count, stride: config.vocab, logits, scratch, ids });
     // The pass of the next tokens uses the other half of the tables.
     let first = if places.first().is_some_and(|place| *place < half) { half } else { 0 };
-    if let Some(samples) = &samples {
-        samples.iter().try_for_each(|sample| device.backend.execute(&(*sample).into()))?;
+    if let Some(sample) = sample {
+        device.backend.execute(&sample.into())?;
         // The wait for these logits must not include the next pass.
         device.backend.flush()?;
         submit(parts, device, rows, first, None)?;
@@ -146,7 +143,7 @@ fn read_and_continue(
         device.backend.read_floats(buffers.at_rows(run[0], run.len(), config).logits, part)?;
         unread = after;
     }
-    if samples.is_some() {
+    if sample.is_some() {
         let mut ids = vec![0; rows.len()];
         device.backend.read_words(buffers.ids, &mut ids)?;
         for (row, ((state, _), id)) in (first..).zip(rows.iter_mut().zip(ids)) {

@@ -31,13 +31,27 @@ pub fn cases(b: &mut KernelCheck<'_, impl Driver>) -> Result<(), DeviceError> {
         rare[count / 2] = f32::MIN;
         rare[count - 1] = f32::NAN;
         let rows = [random.clone(), largest(&[BLOCK + 7, BLOCK + 8, 39]), largest(&[300, 301, 33]), rare];
-        for (logits, choice) in rows.iter().flat_map(|row| choices.map(|choice| (row, choice))) {
-            let Some(words) = Sample::scratch_words(&choice, count) else { continue };
-            let logits = b.floats(logits)?;
-            let scratch = b.buffer(words)?;
-            let id = b.buffer(1)?;
-            b.check(Sample { choice, count, logits, scratch, id }, &[], &[id])?;
+        for (place, choice) in (0..rows.len()).flat_map(|place| choices.map(|choice| (place, choice))) {
+            check(b, &rows, &[(place, choice)], count)?;
         }
+        // Rows with different choices, in another order than their places.
+        let together: Vec<_> = [2, 0, 3, 1, 0, 2].into_iter().zip(choices).collect();
+        check(b, &rows, &together, count)?;
     }
     Ok(())
+}
+
+/// Checks the choice from rows of `count` logits. Each place has three more values, which are never chosen.
+fn check(
+    b: &mut KernelCheck<'_, impl Driver>,
+    places: &[Vec<f32>],
+    rows: &[(usize, TokenChoice)],
+    count: usize,
+) -> Result<(), DeviceError> {
+    let Some(words) = Sample::scratch_words(rows, count) else { return Ok(()) };
+    let values: Vec<f32> = places.iter().flat_map(|row| row.iter().copied().chain([f32::MAX; 3])).collect();
+    let logits = b.floats(&values)?;
+    let scratch = b.buffer(words)?;
+    let ids = b.buffer(rows.len())?;
+    b.check(Sample { rows, count, stride: count + 3, logits, scratch, ids }, &[], &[ids])
 }
