@@ -73,7 +73,7 @@ fn sequences_with_images_match_each_alone() {
     for step in 0..9 {
         let ids = [3, 5, 8].map(|factor| (factor * step + 1) % vocab);
         let mut rows: Vec<_> = together.iter_mut().zip(ids).collect();
-        let found = model.forward_each(&mut rows).unwrap();
+        let found = model.forward_each(&mut rows, &[]).unwrap();
         for (row, (state, id)) in alone.iter_mut().zip(ids).enumerate() {
             let expected = model.forward(state, &[id], Rows::Last).unwrap();
             assert!(found.row(row) == *expected.data, "step {step}, row {row}");
