@@ -13,4 +13,4 @@ pub use document::Document;
 pub use parameters::{MAX_PARAMETER_SETS, OpenNames, ParameterSet, any_value, parameter_sets};
 pub use text_limits::TextLimits;
 pub use type_set::TypeSet;
-pub use value_type::ValueType;
+pub use value_type::{ValueType, allows_nothing};

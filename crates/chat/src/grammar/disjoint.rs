@@ -1,7 +1,7 @@
 //! Finds out whether the alternatives of a `oneOf` exclude each other. llguidance supports only `anyOf`, which means
 //! the same as `oneOf` for such alternatives.
 
-use crate::schema::{Document, TypeSet};
+use crate::schema::{Document, TypeSet, allows_nothing};
 use serde_json::Value;
 use std::{collections::HashMap, rc::Rc, slice};
 
@@ -88,7 +88,7 @@ impl<'a> AlternativeReader<'_, 'a> {
         let everything = AllowedValues::of_types(TypeSet::OTHERS.or(TypeSet::STRING));
         self.parts_left = self.parts_left.saturating_sub(1);
         let fields = match schema {
-            Value::Bool(false) => return AllowedValues::of_constants(&[]),
+            _ if allows_nothing(schema) => return AllowedValues::of_constants(&[]),
             Value::Object(fields) if depth <= MAX_DEPTH && self.parts_left > 0 => fields,
             _ => return everything,
         };
@@ -245,6 +245,7 @@ mod tests {
             (json!([{"anyOf": [{"const": "a"}, {"const": "b"}]}, {"anyOf": [{"const": "c"}, {"type": "null"}]}]), true),
             (json!([{"anyOf": [{"const": "a"}, {"const": "b"}]}, {"oneOf": [{"const": "b"}]}]), false),
             (json!([false, {"type": "string"}, false]), true),
+            (json!([{"not": {}}, {"type": "string"}, {"not": true}]), true),
             (json!([true, {"type": "string"}]), false),
             (json!([{"$ref": "#/$defs/loop"}, {"type": "string"}]), false),
             (json!([{"const": 9007199254740993i64}, {"const": 9007199254740992i64}]), false),

@@ -6,8 +6,9 @@ use super::{
     disjoint,
     format::{FormatError, plain_reason},
     schema_references::{self, WITH_ARRAY, WITH_OBJECT, WITH_SCHEMA, subschemas},
+    string_formats,
 };
-use crate::schema::Document;
+use crate::schema::{Document, allows_nothing};
 use llguidance::{
     derivre::{RegexAst, RegexBuilder},
     regex_to_lark,
@@ -75,6 +76,10 @@ const UNSUPPORTED: [&str; 16] = [
 /// Formats that can be enforced. Every other format is an annotation, as in the JSON Schema specification.
 const FORMATS: [&str; 10] =
     ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"];
+
+/// Formats that become patterns. llguidance's expressions for them allow a 61st second in every minute, the year 0 and 29
+/// February in every year.
+const AS_PATTERNS: [&str; 3] = ["time", "date", "date-time"];
 
 const TYPES: [&str; 7] = ["null", "boolean", "object", "array", "number", "string", "integer"];
 
@@ -153,6 +158,7 @@ impl<'a> Preparation<'a> {
             return error(format!("the schema is more than {MAX_DEPTH} levels deep"));
         }
         let schema = match whole {
+            _ if allows_nothing(whole) => return Ok(Value::Bool(false)),
             Value::Bool(_) => return Ok(whole.clone()),
             Value::Object(schema) => schema,
             _ => return error("a schema is an object or a boolean".into()),
@@ -245,9 +251,11 @@ impl<'a> Preparation<'a> {
         self.check_large_constants(&mut prepared, path)?;
         self.limit_bounds(&mut prepared, path)?;
         bound_integer(&mut prepared);
-        if prepared.get("format").is_some_and(|format| format == "time" || format == "date-time") {
-            // llguidance's expression for times allows a 61st second in every minute.
-            prepared.entry("pattern").or_insert("^[^:]*:[^:]*:[0-5]".into());
+        let format = prepared.get("format").and_then(Value::as_str).filter(|format| AS_PATTERNS.contains(format));
+        let is_limited = ["pattern", "enum", "const"].iter().any(|key| prepared.contains_key(*key));
+        if let Some(expression) = format.and_then(string_formats::expression).filter(|_| !is_limited) {
+            prepared.insert("pattern".into(), format!("^({expression})$").into());
+            prepared.shift_remove("format");
         }
         if self.strict {
             check_min_properties(&prepared, path)?;

@@ -27,6 +27,9 @@ const TAGS: [&str; 5] = ["</parameter>", "</function>", "</tool_call>", "<parame
 /// Expression of a text with a tag in it.
 const WITH_TAG: &str = r"(?s:.*)(<\/parameter>|<\/function>|<\/tool_call>|<parameter=|<function=)(?s:.*)";
 
+/// Maximum number of characters of a name that matches a pattern.
+const MAX_NAME: usize = 250;
+
 /// Maximum number of steps to find out whether an expression matches any text.
 const MAX_EMPTINESS_FUEL: u64 = 10_000;
 
@@ -162,10 +165,10 @@ pub fn name_expression(names: &OpenNames<'_>, listed: &[&str], strict: bool) -> 
     let mut included = vec!["[A-Za-z0-9_.-]{1,64}".to_owned()];
     if let Some(pattern) = names.pattern {
         let Some(expression) = whole_match(pattern, strict, at)? else { return Ok(None) };
-        included = vec![r#"[^<>\s"']([^<>\n]{0,62}[^<>\s])?"#.to_owned(), expression];
+        included = vec![format!(r#"[^<>\s"']([^<>\n]{{0,{}}}[^<>\s])?"#, MAX_NAME - 2), expression];
         if strict && is_empty(&included, &[""; 0]) {
-            let reason =
-                format!("`patternProperties` has the pattern `{pattern}`, which no name of a parameter can match");
+            let limit = format!("no name of a parameter with at most {MAX_NAME} characters can match");
+            let reason = format!("`patternProperties` has the pattern `{pattern}`, which {limit}");
             return Err(FormatError::new(at, reason));
         }
     }

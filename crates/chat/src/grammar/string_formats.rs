@@ -1,10 +1,14 @@
-//! Regular expressions of the string formats of JSON Schema, for values that are written as raw text.
+//! Regular expressions of the string formats of JSON Schema, for values that are written as raw text, and for dates and
+//! times everywhere.
 //!
-//! Each expression matches only valid texts, but not all valid texts: no 29 February, no comments in email addresses,
-//! and no IPv4 address at the end of an IPv6 address.
+//! Each expression matches only valid texts, but not all valid texts: no year 0, no leap second, no comments in email
+//! addresses, and no IPv4 address at the end of an IPv6 address.
 
 const MONTH_AND_DAY: &str = "((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|\
                              02-(0[1-9]|1[0-9]|2[0-8]))";
+const YEAR: &str = "([1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])";
+/// Years that are multiples of 4 and not of 100, and multiples of 400.
+const LEAP_YEAR: &str = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)";
 const TIME: &str = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])";
 const LABEL: &str = "[a-zA-Z0-9]([a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?";
 const OCTET: &str = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])";
@@ -12,7 +16,7 @@ const GROUP: &str = "[0-9a-fA-F]{1,4}";
 
 /// The regular expression of a format. `None` if the format is unknown.
 pub fn expression(format: &str) -> Option<String> {
-    let date = || format!("[0-9]{{4}}-{MONTH_AND_DAY}");
+    let date = || format!("({YEAR}-{MONTH_AND_DAY}|{LEAP_YEAR}-02-29)");
     let hostname = || format!(r"{LABEL}(\.{LABEL}){{0,8}}");
     Some(match format {
         "date" => date(),
@@ -62,7 +66,11 @@ mod tests {
     fn formats_match_valid_texts_only() {
         let uuid = "123e4567-e89b-12d3-a456-426614174000";
         for (format, valid, invalid) in [
-            ("date", &["2026-11-24", "2024-02-28"][..], &["2026-02-30", "2026-13-01", "26-1-1"][..]),
+            (
+                "date",
+                &["2026-11-24", "2024-02-29", "2000-02-29", "0004-02-29", "0010-01-01"][..],
+                &["2026-02-30", "2026-13-01", "26-1-1", "2023-02-29", "1900-02-29", "0000-02-29", "0000-01-01"][..],
+            ),
             ("time", &["23:59:59Z", "00:00:00.5+01:30"], &["24:00:00Z", "12:00:60Z", "12:00:00"]),
             ("date-time", &["2026-11-24T12:00:00Z"], &["2026-11-24 12:00:00Z", "2026-11-24"]),
             ("duration", &["P1Y2M3D", "PT5M", "P1DT1H", "P2W"], &["P", "PT", "1D", "P1Y3D"]),

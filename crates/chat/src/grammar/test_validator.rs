@@ -42,6 +42,7 @@ pub fn errors(schema: &Value, value: &Value, root: &Value) -> Vec<String> {
     must(list("anyOf").is_none_or(|parts| parts.iter().any(|part| valid(part, value))), "anyOf");
     must(list("allOf").is_none_or(|parts| parts.iter().all(|part| valid(part, value))), "allOf");
     must(list("oneOf").is_none_or(|parts| parts.iter().filter(|part| valid(part, value)).count() == 1), "oneOf");
+    must(schema.get("not").is_none_or(|part| !valid(part, value)), "not");
     if let Some(reference) = schema.get("$ref").and_then(Value::as_str) {
         must(valid(target(reference, root).unwrap(), value), "$ref");
     }

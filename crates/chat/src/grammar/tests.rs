@@ -295,6 +295,27 @@ fn strict_tool_string_keeps_its_format() {
 }
 
 #[test]
+fn dates_are_days_of_the_calendar() {
+    for (format, time) in [("date", ""), ("date-time", "T23:59:59Z")] {
+        let constraint = compile(&json_format(&json!({"type": "string", "format": format}), true)).unwrap();
+        for (date, expected) in [
+            ("0000-02-01", false),
+            ("0001-02-01", true),
+            ("2026-12-31", true),
+            ("2024-02-29", true),
+            ("2026-02-29", false),
+            ("1900-02-29", false),
+        ] {
+            let mut constraint = constraint.clone();
+            let ids = GRAMMARS.tokenizer.encode(&format!("\"{date}{time}\"")).unwrap();
+            let mut is_next =
+                |id| allowed(&constraint.allowed().unwrap()).contains(&id) && constraint.accept(id).is_ok();
+            assert_eq!(ids.into_iter().all(&mut is_next), expected, "{format} {date}");
+        }
+    }
+}
+
+#[test]
 fn unsupported_pattern_is_left_out() {
     // Patterns that pydantic and zod write for decimals and host names, and two other patterns.
     for pattern in ["^(?!^[-+.]*$)[+-]?0*\\d*\\.?\\d*$", "^(?=.{1,253}\\.?$)[a-z.]+$", "(^a|b$)c", "\\bx"] {
@@ -361,7 +382,9 @@ fn libraries_schemas_are_accepted_if_strict() {
     let record =
         json!({"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "integer"}});
     let constants = json!({"oneOf": [{"const": "a", "title": "A"}, {"const": "b"}, {"enum": [1, 2]}, {"const": null}]});
-    for schema in [tagged, record, constants] {
+    // zod's and TypeBox's values that are missing.
+    let optional = json!({"anyOf": [{"not": {}}, {"type": "object", "additionalProperties": {"not": {}}}]});
+    for schema in [tagged, record, constants, optional] {
         let constraint = compile(&json_format(&schema, true)).unwrap();
         for seed in 0..10 {
             let value: Value = serde_json::from_str(&text(&random_answer(constraint.clone(), seed))).unwrap();

@@ -149,6 +149,11 @@ mod tests {
         assert_eq!(read(json!({"anyOf": [{"type": "integer"}, {"type": "string"}]}), "null"), "\"null\"");
         assert_eq!(read(json!({"oneOf": [{"$ref": "#/$defs/Point"}, {"type": "null"}]}), "{}"), "{}");
         assert_eq!(read(json!({"allOf": [{"$ref": "#/$defs/Point"}]}), "{}"), "{}");
+        // zod's `z.number().optional().nullable()`.
+        let optional = json!({"anyOf": [{"anyOf": [{"not": {}}, {"type": "number"}]}, {"type": "null"}]});
+        assert_eq!(read(optional.clone(), "5"), "5");
+        assert_eq!(read(optional, "null"), "null");
+        assert_eq!(read(json!({"oneOf": [false, {"type": "array"}, {"not": true}]}), "[1]"), "[1]");
         assert_eq!(read(json!({"enum": [1, 2]}), "1"), "1");
         assert_eq!(read(json!({"enum": ["1", "2"]}), "1"), "\"1\"");
         assert_eq!(read(json!({"items": {}}), "[]"), "[]");

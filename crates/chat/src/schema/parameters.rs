@@ -1,6 +1,9 @@
 //! The parameters that a tool's schema allows.
 
-use super::{document::Document, value_type::ValueType};
+use super::{
+    document::Document,
+    value_type::{ValueType, allows_nothing},
+};
 use serde_json::{Map, Value};
 
 /// Maximum number of parameter sets that `anyOf` and `oneOf` of one tool may result in.
@@ -42,7 +45,7 @@ impl<'a> SetReader<'_, 'a> {
     fn sets(&mut self, schema: &'a Value, depth: usize) -> Vec<Parts<'a>> {
         self.parts_left = self.parts_left.saturating_sub(1);
         let fields = match schema {
-            Value::Bool(false) => return Vec::new(),
+            _ if allows_nothing(schema) => return Vec::new(),
             Value::Object(fields) if depth <= MAX_DEPTH && self.parts_left > 0 => fields,
             _ => return vec![Vec::new()],
         };

@@ -138,7 +138,7 @@ impl TypeReader<'_, '_> {
         self.parts_left = self.parts_left.saturating_sub(1);
         let fields = match schema {
             _ if self.parts_left == 0 || depth > MAX_DEPTH => return ValueType::any(),
-            Value::Bool(false) => return ValueType::nothing(),
+            _ if allows_nothing(schema) => return ValueType::nothing(),
             Value::Object(fields) => fields,
             _ => return ValueType::any(),
         };
@@ -162,6 +162,13 @@ impl TypeReader<'_, '_> {
         }
         all
     }
+}
+
+/// True for `false`, and for `not` with a schema that allows every value. In zod and TypeBox, this stands for a missing
+/// value.
+pub fn allows_nothing(schema: &Value) -> bool {
+    let allows_all = |schema: &Value| *schema == true || schema.as_object().is_some_and(Map::is_empty);
+    *schema == false || schema.get("not").is_some_and(allows_all)
 }
 
 /// The values that the keywords of one schema allow, without references and combined schemas.
