@@ -66,7 +66,7 @@ use prose::{Found, Prose, Start};
 use serde_json::Value;
 use std::ops::Range;
 use tags::*;
-use value::{ValuePart, ValueScanner};
+use value::{ValueContext, ValuePart, ValueScanner};
 
 /// Maximum number of `<tool_call>` before a call.
 const MAX_REPEATED: usize = 4;
@@ -499,7 +499,8 @@ impl Parser {
         let Some(mut scanner) = scanner.or_else(|| self.start_value(end)) else {
             return self.wait(ParserState::Argument { call, argument, scanner: None });
         };
-        let ValuePart { mut value, end: value_end } = scanner.scan(self.rest(), end, &call, &argument, &self.tools);
+        let context = ValueContext { call: &call, argument: &argument, tools: &self.tools };
+        let ValuePart { mut value, end: value_end } = scanner.scan(self.rest(), end, &context);
         if end == InputEnd::Complete
             && let Some(at) = unfinished_tag(&self.rest()[..value])
             && argument.has_other_type(&self.rest()[..at])

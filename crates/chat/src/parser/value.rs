@@ -16,6 +16,13 @@ use super::{
     tags::{InputEnd, Tag, TagAt, TagKind, tag_at},
 };
 
+/// What the end of a value depends on besides its text.
+pub(super) struct ValueContext<'a> {
+    pub call: &'a PendingCall,
+    pub argument: &'a PendingArgument,
+    pub tools: &'a Tools,
+}
+
 /// Follows a value up to its end. Offsets count from the start of the value.
 pub(super) struct ValueScanner {
     /// True if a line end comes before the value.
@@ -161,16 +168,9 @@ impl ValueScanner {
         self.consumed += length;
     }
 
-    /// Reads on in `text`, the unconsumed text of the value of `argument`.
-    pub fn scan(
-        &mut self,
-        text: &str,
-        end: InputEnd,
-        call: &PendingCall,
-        argument: &PendingArgument,
-        tools: &Tools,
-    ) -> ValuePart {
-        let is_ended = self.read(text, end, call, argument, tools);
+    /// Reads on in `text`, the unconsumed text of the value.
+    pub fn scan(&mut self, text: &str, end: InputEnd, context: &ValueContext<'_>) -> ValuePart {
+        let is_ended = self.read(text, end, context);
         let at = |offset: usize| offset - self.consumed;
         let candidate = self.candidate.as_ref();
         match (candidate, end) {
@@ -219,14 +219,7 @@ impl ValueScanner {
     }
 
     /// Reads the text after `position`. Returns true if the candidate is the end.
-    fn read(
-        &mut self,
-        text: &str,
-        end: InputEnd,
-        call: &PendingCall,
-        argument: &PendingArgument,
-        tools: &Tools,
-    ) -> bool {
+    fn read(&mut self, text: &str, end: InputEnd, context: &ValueContext<'_>) -> bool {
         let last = end != InputEnd::MoreToCome;
         while let Some(c) = text[self.position - self.consumed..].chars().next() {
             let rest = &text[self.position - self.consumed..];
@@ -236,11 +229,11 @@ impl ValueScanner {
                 (None, _) => return false,
                 (Some(false), TagAt::Found(tag)) => {
                     let at = self.position - self.consumed;
-                    if self.candidate.is_none() && argument.is_complete(&text[..at]) {
+                    if self.candidate.is_none() && context.argument.is_complete(&text[..at]) {
                         self.suggest(self.position, CandidateKind::EndParameter, true);
                         return true;
                     }
-                    if self.push_tag(tag, call, tools) {
+                    if self.push_tag(tag, context) {
                         return true;
                     }
                     continue;
@@ -258,7 +251,7 @@ impl ValueScanner {
         last && self.follow(Follow::End)
     }
 
-    fn push_tag(&mut self, tag: Tag, call: &PendingCall, tools: &Tools) -> bool {
+    fn push_tag(&mut self, tag: Tag, &ValueContext { call, tools, .. }: &ValueContext<'_>) -> bool {
         let Tag { kind, length, is_exact } = tag;
         let at = self.position;
         self.position += length;
