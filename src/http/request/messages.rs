@@ -140,6 +140,8 @@ pub fn read_message(mut fields: Map<String, Value>, at: &str, is_new: bool) -> R
         Some(parts @ Value::Array(_)) if role == Role::System => Some(PARTS.text(&parts, &content_at, is_new)?.into()),
         Some(parts @ Value::Array(_)) => Some(PARTS.content(&parts, &content_at, is_new)?),
         None | Some(Value::Null) if role == Role::Assistant => None,
+        // The result of a function that returns nothing.
+        Some(Value::Null) if role == Role::Tool => Some(String::new().into()),
         None | Some(Value::Null) => {
             let text = format!("{at} has no content; a message with role {name} must have one.");
             return Err(ApiError::invalid(content_at, text));
@@ -168,6 +170,7 @@ fn check_tool_calls(calls: &mut Value, at: &str) -> Result<(), ApiError> {
         };
         match function.get("arguments") {
             Some(Value::Object(_) | Value::Null) => {}
+            None => function["arguments"] = json!({}),
             // The template parses them.
             Some(Value::String(json))
                 if serde_json::from_str::<Map<String, Value>>(&json_numbers::quote_huge(json)).is_ok() => {}
@@ -244,6 +247,10 @@ mod tests {
             let message = json!({"role": "assistant", "tool_calls": [call]});
             assert_eq!(checked(vec![message])[1]["tool_calls"][0]["function"]["arguments"], read, "{arguments}");
         }
+        let missing = json!({"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f"}}]});
+        assert_eq!(checked(vec![missing])[1]["tool_calls"][0]["function"]["arguments"], json!({}));
+        let result = json!({"role": "tool", "tool_call_id": "c", "content": null});
+        assert_eq!(checked(vec![result])[1]["content"], "");
     }
 
     #[test]
@@ -307,10 +314,6 @@ mod tests {
             (json!({"role": "assistant", "tool_calls": {}}), "messages[0].tool_calls"),
             (json!({"role": "assistant", "tool_calls": [{}]}), "messages[0].tool_calls[0].function.name"),
             (json!({"role": "assistant", "tool_calls": ["f"]}), "messages[0].tool_calls[0].function.name"),
-            (
-                json!({"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}),
-                "messages[0].tool_calls[0].function.arguments",
-            ),
             (
                 json!({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}),
                 "messages[0].tool_calls[0].function.arguments",
