@@ -107,6 +107,8 @@ fn template_is_found_in_all_files() {
     );
     assert_eq!(render(&load().unwrap(), &case).unwrap(), "two");
     assert_eq!(render(&load().unwrap(), &json!({"messages": [], "tools": [{}]})).unwrap(), "tools");
+    config(json!({"chat_template": [{"name": "tool_use", "template": "only"}]}));
+    assert_eq!(render(&load().unwrap(), &case).unwrap(), "only");
     fs::write(dir.path().join("chat_template.jinja"), "three").unwrap();
     assert_eq!(render(&load().unwrap(), &case).unwrap(), "three");
     // Further templates are in a folder, or in the file of an older processor.

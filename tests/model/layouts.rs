@@ -355,6 +355,10 @@ fn unneeded_tensors_are_ignored() {
             ("RoPE frequencies", &|layout| {
                 layout.add("model.layers.3.self_attn.rotary_emb.inv_freq", Dtype::F32, &[8]);
             }),
+            ("scales of FP8 caches", &|layout| {
+                layout.add("model.layers.3.self_attn.k_scale", Dtype::F32, &[1]);
+                layout.add("model.layers.3.self_attn.v_proj.v_scale", Dtype::F32, &[1]);
+            }),
         ],
     );
 }

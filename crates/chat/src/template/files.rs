@@ -2,7 +2,8 @@
 //!
 //! As in transformers, `chat_template.jinja` takes the place of the templates in `tokenizer_config.json`, and files in
 //! `additional_chat_templates` are templates for special conversations. `chat_template.json` is the file of older
-//! processors of images. It counts if there is no other template.
+//! processors of images. It counts if there is no other template. If all templates are special, the first by name is
+//! used for all other conversations.
 
 use crate::error::ChatError;
 use moestro_base::platform::read_small_file;
@@ -39,6 +40,9 @@ impl TemplateFiles {
         for path in further_templates(dir) {
             let name = path.file_stem().unwrap_or_default().to_string_lossy();
             add(&mut sources, &name, read_text(&path)?.as_deref());
+        }
+        if let Some(source) = sources.values().next().filter(|_| !sources.contains_key(DEFAULT)).cloned() {
+            sources.insert(DEFAULT.to_owned(), source);
         }
         Ok(Self { sources, tokenizer_config })
     }

@@ -30,8 +30,9 @@ const SHIFTED_TWICE: f32 = 2.25;
 
 /// Number of bytes of two tensors that are compared at once.
 const COMPARED_BYTES: usize = 4 << 20;
-/// Names of tensors that training frameworks save, although they follow from the configuration.
-const DERIVED: [&str; 1] = ["rotary_emb.inv_freq"];
+/// Endings of the names of tensors that are not needed: frequencies that follow from the configuration, and scales for
+/// caches of keys and values in FP8.
+const UNNEEDED: [&str; 4] = ["rotary_emb.inv_freq", ".k_scale", ".v_scale", ".kv_scale"];
 /// Parts of a matrix in all formats. The first is the codes or values.
 const MATRIX_PARTS: [&str; 6] = ["weight", "scales", "biases", "global_scale", "weight_scale_inv", "weight_scale"];
 
@@ -181,7 +182,7 @@ impl Checkpoint {
         let used = self.used.borrow();
         let is_unknown = |(name, found): &(&String, &String)| {
             let is_optional = self.index.tensors.get(*found).is_none_or(|entry| self.index.is_optional(entry));
-            !used.contains(*name) && !is_optional && !DERIVED.iter().any(|derived| name.ends_with(derived))
+            !used.contains(*name) && !is_optional && !UNNEEDED.iter().any(|ending| name.ends_with(ending))
         };
         let Some((_, found)) = self.names.iter().find(is_unknown) else { return Ok(()) };
         let file = self.index.tensors.get(found).map(|entry| self.index.path(entry).to_path_buf());
