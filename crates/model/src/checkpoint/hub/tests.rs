@@ -159,12 +159,18 @@ fn listing_without_sizes_is_enough() {
 
 #[test]
 fn wrong_ranges_and_longer_files_fail() {
-    // The hub sends a range from another offset, or a file that is longer than the listing says.
-    for change in [|state: &mut HubState| state.shifts_ranges = true, |state: &mut HubState| state.grows_files = true] {
+    let grows = |state: &mut HubState| state.grows_files = true;
+    // The hub sends a range from another offset, or a file that is longer than the listing says, also without a length.
+    let changes: [&dyn Fn(&mut HubState); 3] = [&|state| state.shifts_ranges = true, &grows, &|state| {
+        grows(state);
+        (state.ignores_ranges, state.hides_ranges, state.hides_lengths) = (true, true, true);
+        state.disconnects = Vec::new();
+    }];
+    for change in changes {
         let hub = TestHub::new(&model());
         let home = tempfile::tempdir().unwrap();
-        hub.change(change);
         hub.change(|state| state.disconnects = vec![("model-1.safetensors".into(), 100_000)]);
+        hub.change(change);
         let error = hub_of(&hub, home.path()).pull("org/name", "main", &|_| ()).unwrap_err().to_string();
         assert!(error.contains(&format!("{} sent ", hub.endpoint)), "{error}");
         let blobs = home.path().join("hub/models--org--name/blobs");
