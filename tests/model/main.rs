@@ -19,6 +19,7 @@ mod process;
 mod program;
 mod prompt_cache;
 mod quantizations;
+mod qwen4_drafts;
 mod qwen4_exp;
 mod qwen4_files;
 mod qwen4_images;

@@ -52,6 +52,8 @@ pub struct PendingRows {
     drafted: Vec<u32>,
     /// True if the draft contained the token that ended the answer.
     drafted_end: bool,
+    /// True if the answer has another token than the draft at the current row.
+    is_rejected: bool,
     /// Start of the decode step, including the draft. `None` if the pass is not a decode step.
     begun: Option<Instant>,
     /// The part of the step's time that the draft took.
@@ -69,7 +71,8 @@ impl PendingRows {
     pub fn row_of(logits: Logits, row: usize) -> Self {
         let rows = row..logits.rows().min(row + 1);
         let drafting = Duration::ZERO;
-        Self { logits, rows, current: 0, drafted: Vec::new(), drafted_end: false, begun: None, drafting }
+        let [drafted_end, is_rejected] = [false; 2];
+        Self { logits, rows, current: 0, drafted: Vec::new(), drafted_end, is_rejected, begun: None, drafting }
     }
 
     /// Number of rows in the pass that belong to the sequence.
@@ -85,7 +88,20 @@ impl PendingRows {
 
     /// Records that `id`, which was sampled from the current row, ends the answer.
     pub fn end_answer(&mut self, id: u32) {
-        self.drafted_end = self.drafted.get(self.current) == Some(&id);
+        self.drafted_end = self.compare(id);
+    }
+
+    /// True if the draft has `id` at the current row.
+    fn compare(&mut self, id: u32) -> bool {
+        let drafted = self.drafted.get(self.current);
+        self.is_rejected = drafted.is_some_and(|drafted| *drafted != id);
+        drafted == Some(&id)
+    }
+
+    /// Numbers of drafted and of accepted tokens. Tokens that were drafted after the end of the answer do not count.
+    fn counts(&self) -> [usize; 2] {
+        let accepted = self.current + usize::from(self.drafted_end);
+        [if self.is_rejected { self.drafted.len() } else { accepted }, accepted]
     }
 
     /// Discards the remaining rows.
@@ -96,7 +112,7 @@ impl PendingRows {
 
     /// Advances to the next row if the draft has `id`, the token sampled from the current row, at this position.
     fn accept(&mut self, id: u32) -> bool {
-        let is_drafted = self.drafted.get(self.current) == Some(&id);
+        let is_drafted = self.compare(id);
         self.current += usize::from(is_drafted);
         is_drafted
     }
@@ -256,7 +272,8 @@ impl<M: Model> Speculator<M> {
         };
         let own = 0..drafted.len() + 1;
         let begun = Some(begun);
-        *rows = PendingRows { logits, rows: own, current: 0, drafted, drafted_end: false, begun, drafting };
+        let [drafted_end, is_rejected] = [false; 2];
+        *rows = PendingRows { logits, rows: own, current: 0, drafted, drafted_end, is_rejected, begun, drafting };
         Ok(())
     }
 
@@ -312,8 +329,8 @@ impl<M: Model> Speculator<M> {
             return Ok(());
         }
         let saved = self.controller.record_cycle(drafted, accepted, total, drafting);
+        let [drafted, accepted] = rows.counts();
         timings.drafted_tokens += drafted;
-        let accepted = accepted + usize::from(rows.drafted_end);
         timings.accepted_tokens += accepted;
         for (position, [tried, right]) in timings.draft_positions.iter_mut().enumerate().take(drafted.min(accepted + 1))
         {
