@@ -119,7 +119,8 @@ impl Handle {
     /// `QueueFull`, `Draining` or `Stopped`. `TimedOut` if the deadline has passed. `EmptyPrompt`, `PromptTooLong` or
     /// the model's `TokenOutOfRange` if the prompt is invalid.
     pub fn submit(&self, request: Request) -> Result<Events, EngineError> {
-        self.queue.0.push(request)
+        let cached = if request.may_reuse() { self.cache.prefix_len(&request.cached_prompt().keys()) } else { 0 };
+        self.queue.0.push(request, cached)
     }
 
     /// Maximum number of requests that run at the same time.

@@ -7,7 +7,7 @@
 //! | file or folder | what it holds |
 //! |---|---|
 //! | `request`, `handle`, `abort`, `error` | requests and events; the handle; why a request ends early; errors |
-//! | `queue`, `fair_share` | the queue, and its places for each client |
+//! | `queue`, `turns`, `fair_share` | the queue; which request is next; the places of each client |
 //! | `scheduler`, `scheduler/time_share` | the loop; how prompts and answers share the time |
 //! | `model_runner`, `live_request` | the steps; an admitted request |
 //! | `preemption` | which requests keep their pages when pages are short |
@@ -36,6 +36,7 @@ mod sequence;
 mod sequence_cache;
 mod shared_prefix;
 mod speculation;
+mod turns;
 
 pub use cache_salt::CacheSalt;
 pub use constraint::{Constraint, TokenMask};

@@ -1,28 +1,25 @@
-//! The bounded request queue between the handles and the engine's thread. Clients take turns. Requests of one client
-//! run in the order of arrival. If the queue is full, it gives up requests of the client that has most for those of
-//! others, see [`fair_share`](super::fair_share).
+//! The bounded request queue between the handles and the engine's thread. Clients get equal parts of the time, see
+//! [`turns`](super::turns). Requests of one client run in the order of arrival. If the queue is full, it gives up requests
+//! of the client that has most for those of others, see [`fair_share`](super::fair_share).
 //!
 //! If the client of a queued request disconnects, or its deadline passes, the request is removed and never runs.
 
 use super::{
     abort::Abort,
-    fair_share::{GROUPS, QueueLimits, QueueShare, retry_seconds},
+    fair_share::{QueueLimits, QueueShare, retry_seconds},
     request::{Event, Events, Request},
+    turns::{Arrival, Turns},
 };
 use crate::error::EngineError;
 use moestro_base::metrics::Metrics;
 use moestro_model::error::ModelError;
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use std::{
-    collections::{HashMap, VecDeque},
+    collections::VecDeque,
     sync::Arc,
     time::{Duration, Instant},
 };
 use tokio::sync::mpsc;
-
-/// Maximum number of groups of clients whose last turn is remembered. The least recently served group is forgotten first
-/// and then counts as new. This limits how many requests of new clients can run before a waiting request.
-const MAX_GROUPS: usize = 128;
 
 /// Interval at which an idle engine checks for memory pressure.
 const IDLE_INTERVAL: Duration = Duration::from_secs(1);
@@ -32,6 +29,7 @@ pub(super) struct SubmittedRequest {
     pub request: Request,
     pub events: mpsc::UnboundedSender<Event>,
     pub arrived: Instant,
+    arrival: Arrival,
 }
 
 impl SubmittedRequest {
@@ -98,12 +96,7 @@ struct QueueState {
     running: usize,
     /// True if an idle engine has work other than requests.
     is_woken: bool,
-    /// Number of requests taken from the queue so far.
-    taken: u64,
-    /// For each group of clients: the value of `taken` after the group's last request was taken. Contains at most
-    /// [`MAX_GROUPS`] groups: those of the client that was served last, and those that must not run before a waiting
-    /// group if they ask again.
-    last_taken: HashMap<u64, u64>,
+    turns: Turns,
     phase: QueuePhase,
 }
 
@@ -123,9 +116,9 @@ impl RequestQueue {
         Self { queue: Mutex::default(), changed: Condvar::new(), limits, metrics }
     }
 
-    /// Appends a request. The events of the request arrive on the returned receiver. If the queue is full, the request
-    /// or waiting requests of another client fail with `QueueFull`.
-    pub fn push(&self, request: Request) -> Result<Events, EngineError> {
+    /// Appends a request, of whose prompt `cached` tokens are cached. The events of the request arrive on the returned
+    /// receiver. If the queue is full, the request or waiting requests of another client fail with `QueueFull`.
+    pub fn push(&self, request: Request, cached: usize) -> Result<Events, EngineError> {
         self.limits.check(&request)?;
         let arrived = Instant::now();
         if request.deadline.is_some_and(|deadline| arrived >= deadline) {
@@ -139,7 +132,8 @@ impl RequestQueue {
             QueuePhase::Stopped => return Err(EngineError::Stopped),
         }
         self.remove_aborted(&mut queue);
-        let submitted = SubmittedRequest { request, events: sender, arrived };
+        let arrival = queue.turns.arrive(request.client, request.ids.len().saturating_sub(cached));
+        let submitted = SubmittedRequest { request, events: sender, arrived, arrival };
         self.make_room(&mut queue, submitted.share())?;
         queue.waiting.push_back(submitted);
         self.update_metrics(&queue);
@@ -290,30 +284,16 @@ impl QueueState {
         self.waiting.iter().filter(|waiting| !waiting.events.is_closed())
     }
 
-    /// The values of [`QueueState::last_taken`] for the groups of a request's client.
-    fn last_turns(&self, waiting: &SubmittedRequest) -> [u64; GROUPS] {
-        waiting.request.client.groups.map(|group| self.last_taken.get(&group).copied().unwrap_or(0))
-    }
-
-    /// Takes the oldest request of the client that was served least recently, if it fits. Addresses take turns, then the
-    /// keys of an address, then the users of a key.
+    /// Takes the next request, if it fits.
     fn take_next(&mut self, fits: &dyn Fn(&Request) -> bool) -> Option<SubmittedRequest> {
-        let (index, next) = self.waiting.iter().enumerate().min_by_key(|(_, waiting)| self.last_turns(waiting))?;
-        if self.running > 0 && !fits(&next.request) {
+        let arrivals: Vec<_> = self.waiting.iter().map(|waiting| &waiting.arrival).collect();
+        let index = self.turns.next(&arrivals)?;
+        if self.running > 0 && !fits(&self.waiting[index].request) {
             return None;
         }
-        let next = self.waiting.remove(index)?;
+        self.turns.take(&arrivals, index);
         self.running += 1;
-        self.taken += 1;
-        let oldest = self.waiting.iter().flat_map(|waiting| self.last_turns(waiting)).min().unwrap_or(u64::MAX);
-        self.last_taken.retain(|_, turn| *turn >= oldest);
-        self.last_taken.extend(next.request.client.groups.map(|group| (group, self.taken)));
-        while self.last_taken.len() > MAX_GROUPS
-            && let Some((&group, _)) = self.last_taken.iter().min_by_key(|(_, turn)| **turn)
-        {
-            self.last_taken.remove(&group);
-        }
-        Some(next)
+        self.waiting.remove(index)
     }
 
     fn deadline(&self) -> Option<Instant> {

@@ -37,6 +37,10 @@ impl Engine {
     }
 
     fn with_batch(cost: (f64, f64), batch: usize) -> Self {
+        Self::with_places(cost, batch, 4)
+    }
+
+    fn with_places(cost: (f64, f64), batch: usize, parallel: usize) -> Self {
         COST.set(cost);
         let mut mock = MockModel {
             chunk: 2048,
@@ -53,7 +57,7 @@ impl Engine {
             context: info.context,
             max_queue: 100,
             max_queue_bytes: usize::MAX,
-            parallel: 4,
+            parallel,
             grace: Duration::ZERO,
         };
         let queue = Arc::new(RequestQueue::new(limits, metrics.clone()));
@@ -68,7 +72,7 @@ impl Engine {
 
     fn submit(&self, prompt: usize, max_tokens: usize) -> Events {
         let request = Request::new(vec![9; prompt], max_tokens, Sampling::greedy());
-        self.0.queue.push(Request { cache_prompt: false, ..request }).unwrap()
+        self.0.queue.push(Request { cache_prompt: false, ..request }, 0).unwrap()
     }
 
     /// Runs one step. Returns the time at which the step began.
@@ -249,7 +253,7 @@ fn awaited_prompt_overtakes_up_to_its_snapshot() {
     let mut engine = Engine::new(COSTS[0]);
     let ask = |engine: &Engine, tail: usize| {
         let ids = [vec![8; 1000], vec![6 + tail as u32 % 2; tail]].concat();
-        engine.0.queue.push(Request::new(ids, 1, Sampling::greedy())).unwrap()
+        engine.0.queue.push(Request::new(ids, 1, Sampling::greedy()), 0).unwrap()
     };
     let mut oldest = engine.submit(20_000, 1);
     let mut long = ask(&engine, 12_000);
@@ -268,6 +272,8 @@ fn awaited_prompt_overtakes_up_to_its_snapshot() {
     let computed = engine.0.metrics.prompt_tokens_computed.get();
     assert!(computed <= 33_000 + 21, "computed {computed} tokens");
 }
+
+mod many_clients;
 
 mod time_share {
     use super::super::time_share::TimeShare;
