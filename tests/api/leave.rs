@@ -3,7 +3,10 @@
 
 use super::server::{Server, Setup};
 use serde_json::{Value, json};
-use std::sync::Arc;
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 const CHAT: &str = "/v1/chat/completions";
 const TEXT: &str = "/v1/completions";
@@ -91,4 +94,49 @@ async fn disconnect_in_queue_removes_request() {
     assert!(running.text().await.ends_with("data: [DONE]\n\n"), "the running request is not affected");
     server.idle().await;
     assert_eq!(server.metrics.admitted_tokens.get(), admitted, "the request left the queue to run");
+}
+
+/// The seconds until no request holds memory, so that no compilation runs.
+async fn seconds_until_memory_is_free(server: &Server, begun: Instant) -> f64 {
+    server.metric("moestro_request_memory_bytes 0").await;
+    begun.elapsed().as_secs_f64()
+}
+
+#[tokio::test]
+async fn disconnect_in_compilation_stops_it() {
+    let server = Arc::new(Setup { says: Some(LONG), ..Setup::default() }.start().await);
+    // The whole schema is too large, so the server compiles each property, to name the one that is too large.
+    let properties: serde_json::Map<String, Value> =
+        (0..200).map(|n| (format!("p{n}"), json!({"type": "integer", "multipleOf": 3000 + n}))).collect();
+    let ask = |properties: &Value, stream: bool| {
+        let mut body = question(stream);
+        body["guided_json"] = json!({"type": "object", "properties": properties});
+        body
+    };
+    let large = Value::Object(properties);
+    let begun = Instant::now();
+    assert_eq!(server.post(CHAT, &ask(&large, false)).await.status, 400);
+    let whole = seconds_until_memory_is_free(&server, begun).await;
+    for (number, stream) in [true, false].into_iter().enumerate() {
+        let begun = Instant::now();
+        let asking = tokio::spawn({
+            let (server, body) = (server.clone(), ask(&large, stream));
+            async move { server.post(CHAT, &body).await.status }
+        });
+        // The memory of a compilation is reserved when it begins.
+        while server.metrics.request_memory.get() < 8 << 20 {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        asking.abort();
+        let line = format!("moestro_requests_total{{endpoint=\"{CHAT}\",status=\"499\"}} {}", number + 1);
+        server.metric(&line).await;
+        assert_eq!(server.engine.load(), (0, 0));
+        let other = server.ask(CHAT, &ask(&json!({"a": {"type": "integer"}}), false)).await;
+        assert_eq!(other["choices"][0]["finish_reason"], "stop");
+        let seconds = seconds_until_memory_is_free(&server, begun).await;
+        assert!(
+            seconds < 0.75 * whole,
+            "the compilation ran for {seconds} s after the client had left; alone {whole} s"
+        );
+    }
 }

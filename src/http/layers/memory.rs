@@ -86,6 +86,9 @@ const ANSWER_DELTA_BYTES: usize = 1024;
 /// Bytes of memory per byte of decoded text: the byte, the text, and up to six characters in JSON.
 const DECODED_FACTOR: usize = 16;
 
+/// Maximum number of compilations at the same time: one, and those that have not stopped since their clients disconnected.
+const COMPILER_THREADS: usize = 3;
+
 /// Number of freed bytes above which memory is returned to the operating system (a trim).
 const TRIM_BYTES: usize = 1 << 20;
 
@@ -104,8 +107,10 @@ pub struct RequestMemory {
     used: AtomicUsize,
     gauge: IntGauge,
     steps: Arc<Semaphore>,
-    /// A semaphore with one permit, because output formats are compiled one at a time.
+    /// A semaphore with one permit, because output formats are compiled one at a time. A request holds the permit.
     compilations: Arc<Semaphore>,
+    /// A thread that compiles holds a permit until it ends, even if the client disconnects.
+    compiler_threads: Arc<Semaphore>,
     allows_two_steps: AtomicBool,
     /// Number of bytes freed since the last trim.
     freed: AtomicUsize,
@@ -121,6 +126,7 @@ impl RequestMemory {
             gauge: metrics.request_memory.clone(),
             steps: Arc::new(Semaphore::new(1)),
             compilations: Arc::new(Semaphore::new(1)),
+            compiler_threads: Arc::new(Semaphore::new(COMPILER_THREADS)),
             allows_two_steps: AtomicBool::new(false),
             freed: AtomicUsize::new(0),
             is_trimming: AtomicBool::new(false),
@@ -267,16 +273,19 @@ impl MemoryPermit {
         self.run_in(turn, step).await
     }
 
-    /// Runs one compilation, which needs `working` bytes, on a blocking thread when its turn comes.
+    /// Runs one compilation, which needs `working` bytes, on a blocking thread when its turn comes. If the caller is
+    /// dropped, the next compilation may start, but the thread holds the memory until it ends.
     pub async fn run_compilation<T: Send + 'static>(
         &mut self,
         working: usize,
         compile: impl FnOnce() -> T + Send + 'static,
     ) -> Result<T, ApiError> {
-        let turn = turn(&self.held.memory.compilations).await?;
+        let memory = self.held.memory.clone();
+        let _turn = turn(&memory.compilations).await?;
+        let thread = turn(&memory.compiler_threads).await?;
         let before = self.bytes();
         self.grow(working)?;
-        let output = self.run_in(turn, compile).await?;
+        let output = self.run_in(thread, compile).await?;
         self.resize(before)?;
         Ok(output)
     }
@@ -521,6 +530,41 @@ mod tests {
         drop(release);
         compile.await.unwrap().unwrap().unwrap_err();
         assert_eq!(memory.gauge.get(), 0);
+    }
+
+    #[tokio::test]
+    async fn abandoned_compilation_blocks_no_other() {
+        let memory = memory(64 << 20);
+        // Compilations that cannot stop, although their clients disconnect.
+        let mut abandoned = Vec::new();
+        while abandoned.len() < COMPILER_THREADS {
+            let mut permit = memory.permit();
+            let compiled = permit.run_compilation(1 << 20, || 7);
+            let compiled = tokio::time::timeout(Duration::from_secs(20), compiled).await;
+            assert_eq!(compiled.expect("the others block it").unwrap(), 7, "beside {}", abandoned.len());
+            let (release, wait) = std::sync::mpsc::channel::<()>();
+            let (sender, started) = tokio::sync::oneshot::channel();
+            let compile = move || {
+                let _ = sender.send(());
+                wait.recv()
+            };
+            let compiling = tokio::spawn(async move { permit.run_compilation(1 << 20, compile).await });
+            started.await.unwrap();
+            compiling.abort();
+            assert!(compiling.await.unwrap_err().is_cancelled());
+            abandoned.push(release);
+            assert_eq!(memory.gauge.get(), (abandoned.len() as i64) << 20);
+        }
+        // The number of threads is limited.
+        let mut permit = memory.permit();
+        let mut waiting = std::pin::pin!(permit.run_compilation(1 << 20, || 7));
+        let early = tokio::time::timeout(Duration::from_millis(50), &mut waiting).await;
+        assert!(early.is_err(), "{} threads compile", COMPILER_THREADS + 1);
+        abandoned.clear();
+        assert_eq!(waiting.await.unwrap(), 7);
+        while memory.gauge.get() > 0 {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
     }
 
     #[tokio::test]
