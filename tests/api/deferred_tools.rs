@@ -309,10 +309,12 @@ async fn answer_after_searches_equals_that_of_fresh_server() {
     compare_with_fresh_server(Dice(54), 8).await;
 }
 
+/// The environment variable `MOESTRO_MIXES` sets the number of conversations.
 #[tokio::test]
 #[ignore = "long: 40 random conversations"]
 async fn answers_after_many_searches_equal_those_of_fresh_server() {
-    compare_with_fresh_server(Dice(100), 40).await;
+    let mixes = std::env::var("MOESTRO_MIXES").map_or(40, |mixes| mixes.parse().unwrap());
+    compare_with_fresh_server(Dice(100), mixes).await;
 }
 
 /// Sends random conversations turn by turn, and their last turns to a server that has not cached them.
