@@ -28,6 +28,7 @@ struct ExpertsArgs {
   // Offsets of a slot's pieces in units of 16 bytes: codes, scales and biases of gate, up and down.
   uint piece_offset[9];
   Matrix gate, up, down, shared;  // `shared`: the shared expert's down
+  uint grouped;                   // expert_tiles.metal: the jobs are a list
 };
 
 // The address of a segment of slots on the device. Zero while the segment is not mapped there.
@@ -381,8 +382,9 @@ EXPERTS_HALF(_any, true)
 // h[token] += sum over ranks of weight * out, one column per thread. `shared` has the shared expert's output, one row
 // per token. Grid (ceil(hidden / 128), tokens), 128 threads.
 KERNEL(moe_combine, ARGS(ExpertsArgs, a), IN(float, out, 1), IN(float, shared, 2), IN(float, weights, 3),
-       OUT(float, h, 4)) {
+       OUT(float, h, 4), IN(uint, skip, 5)) {
   AWAIT();
+  if (is_skipped(a.can_skip, skip)) return;
   const uint i = tgid.x * 128 + tid, token = tgid.y;
   if (i >= a.hidden) return;
   float sum = 0;

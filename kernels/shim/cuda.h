@@ -23,8 +23,8 @@ typedef unsigned long long ulong;
 #define THREAD_IDS
 #define SHARED(T, name, count) __shared__ T name[count]
 #define KERNEL(name, ...) extern "C" __global__ void name(__VA_ARGS__)
-// Up to 128 registers for each of up to 256 threads, instead of the limit of the file.
-#define WIDE_KERNEL(name, ...) extern "C" __global__ void __launch_bounds__(256, 2) name(__VA_ARGS__)
+// Up to 128 registers for each of up to 512 threads, instead of the limit of the file.
+#define WIDE_KERNEL(name, ...) extern "C" __global__ void __launch_bounds__(512, 1) name(__VA_ARGS__)
 // Up to 168 registers for each of up to 128 threads.
 #define WIDEST_KERNEL(name, ...) extern "C" __global__ void __launch_bounds__(128, 3) name(__VA_ARGS__)
 #define tgid blockIdx
@@ -126,6 +126,8 @@ struct SumTile { float v[8]; };
 #define ASYNC_COPY(to, from) async_copy(to, from)
 #define ASYNC_COMMIT() asm volatile("cp.async.commit_group;" ::: "memory")
 #define ASYNC_WAIT(n) async_wait<n>()
+#define QUAD_SUM(x) quad_sum(x)
+#define QUAD_MAX(x) quad_max(x)
 
 FN void async_copy(uint4* to, const uint4* from) {
   const uint at = (uint)__cvta_generic_to_shared(to);
@@ -150,6 +152,14 @@ FN void quad_fma(float* c, uint a0, uint a1, uint a2, uint a3, uint b0, uint b1)
                "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+FN float quad_sum(float x) {
+  for (int o = 2; o; o >>= 1) x += __shfl_xor_sync(0xffffffffu, x, o);
+  return x;
+}
+FN float quad_max(float x) {
+  for (int o = 2; o; o >>= 1) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, o));
+  return x;
 }
 FN uint half2_bits(float x, float y) {
   uint bits;

@@ -19,6 +19,9 @@ struct SumTile { float v; };
 #define ASYNC_COPY(to, from) (*(to) = *(from))
 #define ASYNC_COMMIT() ((void)0)
 #define ASYNC_WAIT(n) ((void)0)
+#define QUAD_SUM(x) quad_reduce(x)
+#define QUAD_MAX(x) quad_reduce(x)
+float quad_reduce(float x);
 void quad_fma(THREAD float* c, uint a0, uint a1, uint a2, uint a3, uint b0, uint b1);
 void tile_zero(THREAD SumTile& sum);
 void tile_load(THREAD HalfTile& tile, THREADGROUP const uint* p, uint pitch);

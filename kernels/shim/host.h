@@ -94,10 +94,12 @@ template <class To, class From> To as_type(From from) {
 #define ASYNC_COPY(to, from) host::async_copy(to, from, sizeof *(to))
 #define ASYNC_COMMIT() host::now().copies.emplace_back()
 #define ASYNC_WAIT(n) host::async_wait(__LINE__, n)
+#define QUAD_SUM(x) host::reduce(host::QuadSum, __LINE__, x)
+#define QUAD_MAX(x) host::reduce(host::QuadMax, __LINE__, x)
 
 namespace host {
 
-enum State { Ready, Whole, Sum, Max, Min, Shuffle, Quad, Done };
+enum State { Ready, Whole, Sum, Max, Min, Shuffle, Quad, QuadSum, QuadMax, Done };
 // A lane's part of a 16x8 product.
 struct QuadStep { uint a[4], b[2]; float* sums; };
 // A copy that takes effect when the thread waits for it, so that an early read finds old bytes.
@@ -245,6 +247,15 @@ inline void quad_mul(int site, float* sums, const uint (&a)[4], const uint (&b)[
   quad_fma(site, sums, a, b);
 }
 
+// Reduces the operands of each four lanes, pairwise.
+template <class F> void fold_quads(Thread* t, F two) {
+  for (int i = 0; i < 32; i += 4) {
+    float v[4];
+    for (int j = 0; j < 4; j++) v[j] = as_type<float>(t[i + j].operand);
+    for (int j = 0; j < 4; j++) t[i + j].operand = as_type<uint>(two(two(v[0], v[2]), two(v[1], v[3])));
+  }
+}
+
 // Computes the reduction that the 32 threads from `first` wait for, and releases them. Sums are added pairwise.
 inline void release_simd(uint first) {
   Thread* t = &group->threads[first];
@@ -253,6 +264,12 @@ inline void release_simd(uint first) {
     uint operands[32];
     for (int i = 0; i < 32; i++) operands[i] = t[i].operand;
     for (int i = 0; i < 32; i++) t[i].operand = operands[t[i].from % 32], t[i].state = Ready;
+    return;
+  }
+  if (t->state == QuadSum || t->state == QuadMax) {
+    t->state == QuadSum ? fold_quads(t, [](float a, float b) { return a + b; })
+                        : fold_quads(t, [](float a, float b) { return max(a, b); });
+    for (int i = 0; i < 32; i++) t[i].state = Ready;
     return;
   }
   const uint found = t->state == Sum   ? fold<float>(t, [](float a, float b) { return a + b; })

@@ -12,7 +12,7 @@ pub struct Layer {
     pub stacks: [ExpertStack; 3],
     pub slots: ExpertSlots,
     /// The values, indexed by `[slot][projection]`.
-    values: Vec<[Vec<f64>; 3]>,
+    pub values: Vec<[Vec<f64>; 3]>,
 }
 
 pub fn layer(

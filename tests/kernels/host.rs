@@ -41,11 +41,13 @@ fn all() -> [PathBuf; 12] {
     FILES.map(|file| kernels().join(file).with_extension("metal"))
 }
 
-/// The lines that include a kernel file. `row_tiles.metal` is compiled with `linear.metal`.
+/// The lines that include a kernel file, with the file that is compiled with it.
 pub fn include(file: &Path) -> String {
     let mut files = vec![file.to_owned()];
-    if file.file_stem().is_some_and(|name| name == "linear") {
-        files.push(file.with_file_name("row_tiles.metal"));
+    match file.file_stem().and_then(|name| name.to_str()) {
+        Some("linear") => files.push(file.with_file_name("row_tiles.metal")),
+        Some("moe") => files.push(file.with_file_name("expert_tiles.metal")),
+        _ => {}
     }
     files.iter().map(|file| format!("#include \"{}\"\n", file.display())).collect()
 }
@@ -77,11 +79,9 @@ fn build(files: &[PathBuf], name: &str, sanitise: bool) -> PathBuf {
     };
     let mut hash = sha2::Sha256::new();
     hash.update(format!("{} {options:?} {source}", compiler()));
-    for file in ["shim/host.h", "shim/fiber.h", "quant.metal", "tiles.metal", "row_tiles.metal", "host/main.cpp"]
-        .map(|f| kernels().join(f))
-        .iter()
-        .chain(files)
-    {
+    let compiled_with = ["row_tiles.metal", "expert_tiles.metal"];
+    let always = ["shim/host.h", "shim/fiber.h", "quant.metal", "tiles.metal", "host/main.cpp"];
+    for file in always.iter().chain(&compiled_with).map(|f| kernels().join(f)).collect::<Vec<_>>().iter().chain(files) {
         hash.update(fs::read(file).unwrap());
     }
     let key: String = hash.finalize()[..8].iter().map(|b| format!("{b:02x}")).collect();

@@ -179,8 +179,17 @@ fn printed_kernels_obey_metals_rules() {
     assert_eq!(printed(kernels::METAL_FAULT).unwrap()["fault"].argument_bytes, 4);
     let mut names = BTreeSet::from_iter(crate::host::Host::start().names());
     // Metal has no QUAD_FMA, which these kernels need.
-    for name in ["gemv_tiles_16", "gemv_tiles_4", "gemv_tiles_8", "gemv_tiles_conv", "gemv_tiles_wide_16", "split_rows"]
-    {
+    for name in [
+        "gemv_tiles_16",
+        "gemv_tiles_4",
+        "gemv_tiles_8",
+        "gemv_tiles_conv",
+        "gemv_tiles_wide_16",
+        "moe_down_tiles",
+        "moe_down_tiles_1",
+        "moe_gate_up_tiles",
+        "split_rows",
+    ] {
         assert!(names.remove(name), "{name}");
     }
     assert_eq!(Vec::from_iter(found.keys()), Vec::from_iter(&names));

@@ -9,6 +9,7 @@ mod decode_ahead;
 mod dense;
 mod doctor;
 mod double;
+mod expert_tiles;
 mod experts;
 mod faults;
 mod forward;

@@ -44,7 +44,7 @@ pub const FILES: [KernelFile; 12] = [
     kernel_file!("embedding", REGISTERS),
     kernel_file!("kv_quant", MANY_REGISTERS),
     kernel_file!("linear" + "row_tiles", REGISTERS),
-    kernel_file!("moe", REGISTERS),
+    kernel_file!("moe" + "expert_tiles", REGISTERS),
     kernel_file!("norm", REGISTERS),
     kernel_file!("router", REGISTERS),
     kernel_file!("sample", REGISTERS),

@@ -295,7 +295,7 @@ mod tests {
     }
 
     /// Kernels that decoding and drafts use with 4-bit and 8-bit weights.
-    const DECODE_KERNELS: [&str; 17] = [
+    const DECODE_KERNELS: [&str; 20] = [
         "gemv_1",
         "gemv_2",
         "gemv_norm_1",
@@ -313,6 +313,9 @@ mod tests {
         "moe_down",
         "moe_gate_up_grouped",
         "moe_down_grouped",
+        "moe_gate_up_tiles",
+        "moe_down_tiles",
+        "moe_down_tiles_1",
     ];
 
     /// Reads the stack size of each kernel from the compiler's log, in bytes.

@@ -25,7 +25,7 @@ pub struct Jobs {
 
 impl ExpertStack {
     /// True if the kernels have a fast path for the format of these experts.
-    fn is_fast(&self) -> bool {
+    pub(super) fn is_fast(&self) -> bool {
         fast(self.codes, self.global_scale(), self.cols, &[4])
     }
 
@@ -47,6 +47,7 @@ impl MoeWeights {
             args.extend(matrix_words(stack.codes, stack.rows, stack.global_scale()));
         }
         args.extend(self.shared.map_or([0; 5], |shared| shared.down.words()));
+        args.push(0);
         args
     }
 
@@ -57,15 +58,15 @@ impl MoeWeights {
         (if is_fast { "moe_down" } else { "moe_down_any" }, 32 * (self.k as u32 + 1))
     }
 
-    fn fast_up(&self) -> bool {
+    pub(super) fn fast_up(&self) -> bool {
         self.stacks[..2].iter().all(ExpertStack::is_fast)
     }
 
-    fn act(&self, buffers: &MoeBuffers, tokens: usize) -> Region {
+    pub(super) fn act(&self, buffers: &MoeBuffers, tokens: usize) -> Region {
         buffers.act.floats(self.assignments(tokens) * self.row())
     }
 
-    fn launch(
+    pub(super) fn launch(
         &self,
         tokens: usize,
         slots: &ExpertSlots,
@@ -168,9 +169,7 @@ impl CombineExperts<'_> {
             Binding::read(slots.floats(tokens * layer.k)),
             Binding::read_write(self.h.floats(tokens * layer.hidden())),
         ];
-        let none = [Binding::read(buffers.scores.first(0)); 3];
-        bindings.extend(layer.shared.map_or(none, |shared| shared.down.bindings()));
-        bindings.extend([Binding::table(self.slots.table), Binding::no_skip_flag(buffers.scores)]);
+        bindings.extend(self.shared_down());
         let (kernel, threads) = layer.threads();
         let grid = [layer.hidden().div_ceil(8), tokens, 1];
         Launch { skip: SkipUse::Reads, ..layer.launch(tokens, self.slots, kernel, bindings, grid, threads as usize) }
@@ -187,7 +186,7 @@ impl CombineExperts<'_> {
         let routed = tokens * layer.k;
         let out = buffers.out.floats(routed * hidden);
         let mut launches = Vec::with_capacity(3);
-        let mut shared = Binding::read(out.first(0));
+        let mut shared = out.first(0);
         if let Some(expert) = &layer.shared {
             let act = buffers.act.part(routed * layer.row() * 4, tokens * inner * 4);
             let y = buffers.out.part(routed * hidden * 4, tokens * hidden * 4);
@@ -199,17 +198,26 @@ impl CombineExperts<'_> {
                 // Not split, since its sums must equal those of `moe_down`.
                 None => launches.push(down.launch_into(hidden)),
             }
-            shared = Binding::read(y);
+            shared = y;
         }
+        launches.push(self.combine(out, shared));
+        launches
+    }
+
+    /// `h[token] += sum over ranks of weight * result`. `shared` has the shared expert's results.
+    pub(super) fn combine(&self, out: Region, shared: Region) -> Launch {
+        let layer = self.layer;
+        let tokens = self.tokens;
+        let hidden = layer.hidden();
         let bindings = vec![
             Binding::read(out),
-            shared,
-            Binding::read(buffers.weights.floats(tokens * (layer.k + 1))),
+            Binding::read(shared),
+            Binding::read(self.buffers.weights.floats(tokens * (layer.k + 1))),
             Binding::read_write(self.h.floats(tokens * hidden)),
+            Binding::no_skip_flag(out),
         ];
         let grid = [hidden.div_ceil(128), tokens, 1];
-        launches.push(layer.launch(tokens, self.slots, "moe_combine", bindings, grid, 128));
-        launches
+        Launch { skip: SkipUse::Reads, ..layer.launch(tokens, self.slots, "moe_combine", bindings, grid, 128) }
     }
 }
 

@@ -9,6 +9,7 @@
 mod cpu;
 mod feed_forward;
 mod gpu;
+mod row_tiles;
 
 pub(in crate::ops) use feed_forward::{ExpertJob, ExpertScratch, ExpertView, JobRows, MAX_ASSIGNMENTS, compute};
 pub use gpu::{Jobs, swiglu};

@@ -1,10 +1,11 @@
 //! The GPU backend: turns operations into launches, in order. `accept` says which weights its kernels support.
 
 mod accept;
+mod experts;
 
 use super::{
-    Backend, BackendLimits, ExpertSet, Experts, HalfBuffers, IndexerShape, KvFormat, ModelPart, NO_SLOT, Op,
-    ReservedBuffer, cpu::refuse, experts::Jobs, linear::RowTiles, norm::rms_norm,
+    Backend, BackendLimits, HalfBuffers, IndexerShape, KvFormat, ModelPart, Op, ReservedBuffer, cpu::refuse,
+    linear::RowTiles, norm::rms_norm,
 };
 use crate::device::{BufferAccess, CommandQueue, DeviceError, Driver, Launch, Region, Slab, SyncPoint, Timeline};
 use accept::accept_part;
@@ -250,49 +251,6 @@ impl<D: Driver> GpuBackend<D> {
         Ok(Some(RowTiles { min_weights, buffer }))
     }
 
-    fn experts(&mut self, op: &Experts<'_>) -> Result<(), DeviceError> {
-        match op.experts {
-            ExpertSet::Table { slots, .. } => self.launch(op.up(slots, true)),
-            ExpertSet::Loaded { groups: [], shared: false, .. }
-            | ExpertSet::Loaded { groups: [], per_assignment: None, .. } => Ok(()),
-            ExpertSet::Loaded { groups, assignments, shared, per_assignment: Some(at) } => {
-                let mut slots = std::mem::take(&mut self.slots);
-                slots.clear();
-                slots.resize(op.tokens * op.layer.k, NO_SLOT);
-                for group in groups {
-                    for assignment in &assignments[group.first as usize..][..group.count as usize] {
-                        slots[*assignment as usize] = group.slot;
-                    }
-                }
-                let written = self.write_words(at, &slots);
-                self.slots = slots;
-                written?;
-                self.launch(op.up(at, shared))
-            }
-            ExpertSet::Loaded { groups, assignments, per_assignment: None, .. } => {
-                let mut words = std::mem::take(&mut self.slots);
-                words.clear();
-                match self.half {
-                    Some(_) => words.extend(
-                        groups.iter().flat_map(|group| Experts::jobs(group.slot, group.first, group.count)).flatten(),
-                    ),
-                    None => words.extend(groups.iter().flat_map(|group| [group.slot, group.first, group.count])),
-                }
-                let count = words.len() / 3;
-                let jobs = op.buffers.jobs;
-                let order = op.buffers.order;
-                let written = self.write_words(jobs, &words).and_then(|()| self.write_words(order, assignments));
-                self.slots = words;
-                written?;
-                let jobs = Jobs { count, jobs, order: order.floats(assignments.len()) };
-                match self.half {
-                    Some(half) => self.all(op.half_launches(jobs, half)),
-                    None => self.all(op.by_expert(jobs)),
-                }
-            }
-        }
-    }
-
     /// True if decoding attends on matrix units, which takes four products for each integer in the cache. By reasoning,
     /// not measurement, that costs more than it saves on Apple's GPUs up to the M4, which multiply tiles as fast as they
     /// compute anything else. GPUs with their own memory have faster units.
@@ -393,10 +351,7 @@ impl<D: Driver> Backend for GpuBackend<D> {
                 None => self.all(op.launches()),
             },
             Op::Experts(op) => self.experts(op),
-            Op::CombineExperts(op) => match op.per_assignment {
-                Some(slots) => self.launch(op.down(slots)),
-                None => self.all(op.sum(self.half)),
-            },
+            Op::CombineExperts(op) => self.combine_experts(op),
             Op::Sample(op) => self.all(op.launches()),
         }
     }

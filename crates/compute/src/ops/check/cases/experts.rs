@@ -14,21 +14,26 @@ use crate::{
 };
 use std::sync::Arc;
 
-const HIDDEN: usize = 192;
+const HIDDEN: usize = 256;
 const INNER: usize = 128;
 const SLOTS: usize = 3;
 const PER_SEGMENT: usize = 2;
 /// The largest page size of the supported systems.
 const PAGE: usize = 64 << 10;
-const TOKENS: usize = 3;
 const K: usize = 2;
 
 pub fn cases(b: &mut KernelCheck<'_, impl Driver>) -> Result<(), DeviceError> {
     let affine = |bits, group| WeightFormat::Affine { bits, group, scale: Float::Bf16 };
-    case(b, [affine(4, 64); 3], 64)?;
-    case(b, [affine(3, 32), affine(6, 64), affine(8, 128)], 128)?;
-    case(b, [WeightFormat::Mxfp4; 3], 64)?;
-    case(b, [WeightFormat::Fp8(Some(Float::Bf16)); 3], 64)
+    case(b, [affine(4, 64); 3], 64, 3)?;
+    case(b, [affine(3, 32), affine(6, 64), affine(8, 128)], 128, 3)?;
+    case(b, [WeightFormat::Mxfp4; 3], 64, 3)?;
+    case(b, [WeightFormat::Fp8(Some(Float::Bf16)); 3], 64, 3)?;
+    if b.gpu.tile_all_rows(true) {
+        case(b, [affine(4, 64); 3], 128, 1)?;
+        case(b, [affine(4, 64); 3], 128, 3)?;
+        b.gpu.tile_all_rows(false);
+    }
+    Ok(())
 }
 
 /// Slots with random experts. The parts of an expert start at multiples of 16 bytes.
@@ -71,7 +76,12 @@ fn slots(
 }
 
 /// Checks a layer's experts for a few rows, by slot number and grouped by expert.
-fn case(b: &mut KernelCheck<'_, impl Driver>, codes: [WeightFormat; 3], inner: usize) -> Result<(), DeviceError> {
+fn case(
+    b: &mut KernelCheck<'_, impl Driver>,
+    codes: [WeightFormat; 3],
+    inner: usize,
+    tokens: usize,
+) -> Result<(), DeviceError> {
     let (stacks, slots) = &slots(b, codes)?;
     let any = WeightFormat::Affine { bits: 4, group: 32, scale: Float::Bf16 };
     let gate_up = [b.weight(any, inner, HIDDEN)?, b.weight(any, inner, HIDDEN)?];
@@ -79,21 +89,21 @@ fn case(b: &mut KernelCheck<'_, impl Driver>, codes: [WeightFormat; 3], inner: u
     let router = b.weight(any, SLOTS, HIDDEN)?;
     let layer = &MoeWeights { k: K, renormalise: true, router, shared: Some(shared), stacks: stacks.clone() };
 
-    let x = b.random(TOKENS * HIDDEN)?;
-    let weights = b.random(TOKENS * (K + 1))?;
-    let scores = b.buffer(TOKENS * layer.width())?;
+    let x = b.random(tokens * HIDDEN)?;
+    let weights = b.random(tokens * (K + 1))?;
+    let scores = b.buffer(tokens * layer.width())?;
     let matrices = [router, gate_up[0], gate_up[1], shared.result];
-    let op = Linear { x, tokens: TOKENS, norm: None, matrices: &matrices, y: scores, add: false };
+    let op = Linear { x, tokens, norm: None, matrices: &matrices, y: scores, add: false };
     b.run(op)?;
     // Both devices continue with the same values.
     let values = b.on_cpu(scores)?;
     b.write(scores, bytemuck::cast_slice(&values))?;
     let acts = activations(b, layer, slots, x, &values)?;
 
-    let chosen: Vec<u32> = (0..TOKENS).flat_map(|t| (0..K).map(move |r| ((t + r) % SLOTS) as u32)).collect();
+    let chosen: Vec<u32> = (0..tokens).flat_map(|t| (0..K).map(move |r| ((t + r) % SLOTS) as u32)).collect();
     let ids = b.words(&chosen)?;
-    let assignments = TOKENS * (K + 1);
-    let before = b.random.floats(TOKENS * HIDDEN);
+    let assignments = tokens * (K + 1);
+    let before = b.random.floats(tokens * HIDDEN);
     let mut groups = Vec::new();
     let mut order = Vec::new();
     for slot in 0..SLOTS as u32 {
@@ -114,35 +124,30 @@ fn case(b: &mut KernelCheck<'_, impl Driver>, codes: [WeightFormat; 3], inner: u
             weights,
             act: b.buffer(assignments * layer.row())?,
             out: b.buffer(assignments * HIDDEN)?,
-            jobs: b.buffer(TOKENS * K * 3)?,
-            order: b.buffer(TOKENS * K)?,
+            jobs: b.buffer(tokens * K * 3)?,
+            order: b.buffer(tokens * K)?,
         };
         let h = b.floats(&before)?;
-        let ran = b.run(Experts { layer, slots, tokens: TOKENS, x, buffers, experts })?;
+        let ran = b.run(Experts { layer, slots, tokens, x, buffers, experts })?;
         for (assignment, slot) in chosen.iter().enumerate() {
             let act = buffers.act.rows(assignment, 1, layer.row());
             b.expect(allowed, &ran, act, &acts[*slot as usize][assignment / K * INNER..][..INNER])?;
         }
         if per_assignment.is_some() {
-            for token in 0..TOKENS {
-                let act = buffers.act.rows(TOKENS * K + token, 1, layer.row());
+            for token in 0..tokens {
+                let act = buffers.act.rows(tokens * K + token, 1, layer.row());
                 b.expect(allowed, &ran, act, &acts[SLOTS][token * inner..][..inner])?;
             }
         } else {
-            let results = buffers.out.floats(TOKENS * K * HIDDEN);
+            let results = buffers.out.floats(tokens * K * HIDDEN);
             let expected = b.on_cpu(results)?;
             b.expect(allowed, &ran, results, &expected)?;
         }
-        b.check_within(
-            allowed,
-            CombineExperts { layer, slots, tokens: TOKENS, buffers, per_assignment, h },
-            &[h],
-            &[],
-        )?;
+        b.check_within(allowed, CombineExperts { layer, slots, tokens, buffers, per_assignment, h }, &[h], &[])?;
     }
     b.gpu.set_half_buffers(None);
-    let act = b.buffer(TOKENS * inner)?;
-    let ran = b.launch(swiglu(TOKENS, inner, scores, layer.width(), SLOTS, act));
+    let act = b.buffer(tokens * inner)?;
+    let ran = b.launch(swiglu(tokens, inner, scores, layer.width(), SLOTS, act));
     b.expect(CLOSE, &ran, act, &acts[SLOTS])
 }
 
@@ -156,7 +161,8 @@ fn activations(
 ) -> Result<Vec<Vec<f32>>, DeviceError> {
     let product = |gate: &[f32], up: &[f32]| gate.iter().zip(up).map(|(g, u)| silu(*g) * u).collect::<Vec<f32>>();
     let mut all = Vec::new();
-    let y = b.buffer(TOKENS * INNER * 2)?;
+    let tokens = x.len / (4 * HIDDEN);
+    let y = b.buffer(tokens * INNER * 2)?;
     for slot in 0..SLOTS as u32 {
         let matrices = [0, 1].map(|index| {
             let ExpertStack { codes, rows, cols, .. } = layer.stacks[index];
@@ -170,7 +176,7 @@ fn activations(
                 parts: [0, 1, 2].map(|index| part(index).unwrap_or_default()),
             }
         });
-        let op = Linear { x, tokens: TOKENS, norm: None, matrices: &matrices, y, add: false };
+        let op = Linear { x, tokens, norm: None, matrices: &matrices, y, add: false };
         b.cpu.execute(&op.into())?;
         let rows = b.on_cpu(y)?;
         all.push(rows.chunks_exact(2 * INNER).flat_map(|row| product(&row[..INNER], &row[INNER..])).collect());

@@ -1,0 +1,147 @@
+//! Experts of decoded and drafted rows on matrix units (`kernels/expert_tiles.metal`).
+//!
+//! A format, a shape and a device decide whether a layer runs here, never the number of rows. All rows of a call that
+//! use an expert are one job. A row gives the same bytes alone and together with others.
+
+use super::{CombineExperts, ExpertSlots, Experts, Jobs, MoeBuffers, MoeWeights};
+use crate::{
+    device::{Binding, Launch, Region, SkipUse},
+    ops::quant::fast,
+};
+
+/// Columns of a step: two groups of 64.
+const STEP: usize = 128;
+/// Maximum number of assignments of a job.
+const MAX_JOB: usize = 32;
+/// Maximum number of ranks of a token, with the shared expert, whose results one launch adds up.
+const MAX_RANKS: usize = 16;
+
+impl MoeWeights {
+    /// True if the kernels for matrix units can compute this layer.
+    pub fn fits_tiles(&self) -> bool {
+        let shared = |down: &super::Weight| fast(down.codes, down.global_scale, down.cols, &[4]);
+        self.fast_up()
+            && self.stacks[2].is_fast()
+            && self.shared.is_none_or(|expert| shared(&expert.down))
+            && [self.hidden(), self.inner(), self.shared_inner()].iter().all(|cols| cols.is_multiple_of(STEP))
+    }
+
+    /// `act` of a call's jobs. `inputs`: the rows, and the slots of all assignments or the lists of jobs.
+    fn gate_up_tiles(
+        &self,
+        buffers: &MoeBuffers,
+        slots: &ExpertSlots,
+        tokens: usize,
+        [x, jobs, order]: [Binding; 3],
+        count: usize,
+    ) -> Launch {
+        let scores = Binding::read(buffers.scores.floats(tokens * self.width()));
+        let act = Binding::read_write(self.act(buffers, tokens));
+        let end = [Binding::table(slots.table), Binding::no_skip_flag(buffers.scores)];
+        let bindings = [&[x, scores, jobs, order, act][..], &end].concat();
+        let grid = [self.inner().div_ceil(16), count, 1];
+        let launch = self.launch(tokens, slots, "moe_gate_up_tiles", bindings, grid, 256);
+        Launch { skip: SkipUse::Reads, ..launch }
+    }
+}
+
+impl Experts<'_> {
+    /// [`Experts::up`] on matrix units, always with the shared expert.
+    pub fn up_tiles(&self, slots: Region) -> Launch {
+        let Self { layer, tokens, .. } = *self;
+        let assignments = tokens * layer.k;
+        let x = Binding::read(self.x.floats(tokens * layer.hidden()));
+        let list = Binding::read(slots.floats(assignments));
+        layer.gate_up_tiles(&self.buffers, self.slots, tokens, [x, list, list], 1 + assignments)
+    }
+
+    /// [`Experts::by_expert`] on matrix units. A job has at most 32 assignments; see [`Experts::jobs`].
+    pub fn by_expert_tiles(&self, jobs: Jobs) -> [Launch; 2] {
+        let Self { layer, tokens, .. } = *self;
+        let words = [Binding::read(jobs.jobs.floats(jobs.count * 3)), Binding::read(jobs.order)];
+        let x = Binding::read(self.x.floats(tokens * layer.hidden()));
+        let up = layer.gate_up_tiles(&self.buffers, self.slots, tokens, [x, words[0], words[1]], jobs.count);
+        let out = Binding::read_write(self.buffers.out.floats(tokens * layer.k * layer.hidden()));
+        let shared = [Binding::read(self.buffers.scores.first(0)); 3];
+        let mut bindings = vec![Binding::read(layer.act(&self.buffers, tokens)), words[0], words[1], out];
+        bindings.extend(shared);
+        bindings.extend([Binding::table(self.slots.table), Binding::no_skip_flag(self.buffers.scores)]);
+        let grid = [layer.hidden().div_ceil(64), jobs.count, 1];
+        let down = layer.launch(tokens, self.slots, "moe_down_tiles", bindings, grid, 128);
+        [up, Launch { skip: SkipUse::Reads, ..down }].map(grouped)
+    }
+}
+
+/// Tells a kernel that its jobs are a list. The last word of the arguments says so.
+fn grouped(mut launch: Launch) -> Launch {
+    if let Some(is_grouped) = launch.args.last_mut() {
+        *is_grouped = 1;
+    }
+    launch
+}
+
+impl CombineExperts<'_> {
+    /// [`CombineExperts::down`] on matrix units: one launch for one token, two for several.
+    pub fn down_tiles(&self, slots: Region) -> Vec<Launch> {
+        let layer = self.layer;
+        let assignments = self.tokens * layer.k;
+        let slots = Binding::read(slots.floats(assignments));
+        if self.tokens > 1 || layer.k + 1 > MAX_RANKS {
+            return vec![self.results(slots, assignments), self.add_up()];
+        }
+        let mut bindings = vec![
+            Binding::read(layer.act(&self.buffers, self.tokens)),
+            Binding::read(self.buffers.weights.floats(layer.k + 1)),
+            slots,
+            Binding::read_write(self.h.floats(layer.hidden())),
+        ];
+        bindings.extend(self.shared_down());
+        let grid = [layer.hidden().div_ceil(16), 1, 1];
+        let launch = layer.launch(1, self.slots, "moe_down_tiles_1", bindings, grid, 32 * (layer.k + 1));
+        vec![Launch { skip: SkipUse::Reads, ..launch }]
+    }
+
+    /// [`CombineExperts::sum`] on matrix units.
+    pub fn sum_tiles(&self) -> Vec<Launch> {
+        let layer = self.layer;
+        let tokens = self.tokens;
+        if layer.shared.is_none() {
+            return vec![self.add_up()];
+        }
+        // Only the shared expert's jobs, which come first and read neither x nor slots.
+        let none = Binding::read(self.buffers.scores.first(0));
+        let act = layer.gate_up_tiles(&self.buffers, self.slots, tokens, [none; 3], 1);
+        vec![act, self.results(none, 0), self.add_up()]
+    }
+
+    /// The results of the shared expert and of the assignments with a slot.
+    fn results(&self, slots: Binding, assignments: usize) -> Launch {
+        let layer = self.layer;
+        let act = Binding::read(layer.act(&self.buffers, self.tokens));
+        let out = Binding::read_write(self.buffers.out.floats(layer.assignments(self.tokens) * layer.hidden()));
+        let mut bindings = vec![act, slots, slots, out];
+        bindings.extend(self.shared_down());
+        let grid = [layer.hidden().div_ceil(64), self.tokens.div_ceil(MAX_JOB) + assignments, 1];
+        let launch = layer.launch(self.tokens, self.slots, "moe_down_tiles", bindings, grid, 128);
+        Launch { skip: SkipUse::Reads, ..launch }
+    }
+
+    /// Bindings of the shared expert's down matrix, the table of segments and the skip flag.
+    pub(super) fn shared_down(&self) -> [Binding; 5] {
+        let none = Binding::read(self.buffers.scores.first(0));
+        let [codes, scales, biases] = self.layer.shared.map_or([none; 3], |shared| shared.down.bindings());
+        [codes, scales, biases, Binding::table(self.slots.table), Binding::no_skip_flag(self.buffers.scores)]
+    }
+
+    /// `h[token] += sum over ranks of weight * out`.
+    fn add_up(&self) -> Launch {
+        let layer = self.layer;
+        let routed = self.tokens * layer.k * layer.hidden() * 4;
+        let out = self.buffers.out;
+        let shared = match layer.shared {
+            Some(_) => out.part(routed, self.tokens * layer.hidden() * 4),
+            None => out.first(0),
+        };
+        self.combine(out.first(routed), shared)
+    }
+}
