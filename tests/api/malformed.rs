@@ -97,7 +97,7 @@ async fn wrong_value_error_names_the_field() {
         (json!({"chat_template_kwargs": {"namespace": 1}}), "chat_template_kwargs.namespace"),
         (json!({"chat_template_kwargs": {"raise_exception": 1}}), "chat_template_kwargs.raise_exception"),
         (
-            json!({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]}),
+            json!({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}]}),
             "messages[0].tool_calls[0].function.arguments",
         ),
         (json!({"functions": [], "tools": []}), "functions"),

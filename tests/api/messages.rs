@@ -243,10 +243,10 @@ async fn counting_checks_the_whole_request() {
         (json!({"output_config": {"effort": "much"}}), "output_config.effort"),
         (json!({"temperature": 9}), "temperature"),
         (json!({"top_k": -2}), "top_k"),
-        (format_with(json!({"not": {}})), "output_config.format.schema.properties.a.not"),
+        (format_with(json!({"not": {"type": "string"}})), "output_config.format.schema.properties.a.not"),
         (format_with(json!({"type": "text"})), "output_config.format.schema.properties.a.type"),
         (format_with(json!({"$ref": "#/$defs/none"})), "output_config.format.schema.properties.a.$ref"),
-        (strict_tool(json!({"not": {}})), "tools[0].input_schema.properties.a.not"),
+        (strict_tool(json!({"not": {"type": "string"}})), "tools[0].input_schema.properties.a.not"),
         (strict_tool(json!({"$ref": "#/$defs/none"})), "tools[0].input_schema.properties.a.$ref"),
     ] {
         let body = with(json!({"max_tokens": 5, "messages": [{"role": "user", "content": "x"}]}), more);
@@ -323,7 +323,7 @@ async fn errors_have_anthropic_format() {
 #[tokio::test]
 async fn errors_use_anthropic_field_names() {
     let server = Server::saying(THINKS).await;
-    let schema = json!({"type": "object", "properties": {"a": {"not": {}}}});
+    let schema = json!({"type": "object", "properties": {"a": {"not": {"type": "string"}}}});
     let tool = json!({"name": "f", "input_schema": {"type": "object", "properties": {"a": {"type": "strnig"}}}});
     for (more, name) in [
         (json!({"output_config": {"format": {"type": "json_schema"}}}), "output_config.format.schema"),

@@ -184,7 +184,6 @@ async fn given_up_choice_is_queued_again() {
     for stream in [false, true] {
         let server = Arc::new(setup(0).start().await);
         let running = [begin_long(&server, "c").await, begin_long(&server, "c").await];
-        server.load(1, 1).await;
         server.load_after_steps(2, 0).await;
         let asking = tokio::spawn({
             let (server, mut body) = (server.clone(), body.clone());

@@ -307,10 +307,10 @@ async fn input_tokens_are_those_of_the_response() {
             json!({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": 5}]}),
             "input[0].arguments",
         ),
-        (with_schema(json!({"not": {}})), "text.format.schema.properties.a.not"),
+        (with_schema(json!({"not": {"type": "string"}})), "text.format.schema.properties.a.not"),
         (with_schema(json!({"type": "text"})), "text.format.schema.properties.a.type"),
         (with_schema(json!({"$ref": "#/$defs/none"})), "text.format.schema.properties.a.$ref"),
-        (strict_tool(json!({"not": {}})), "tools[0].parameters.properties.a.not"),
+        (strict_tool(json!({"not": {"type": "string"}})), "tools[0].parameters.properties.a.not"),
         (strict_tool(json!({"$ref": "#/$defs/none"})), "tools[0].parameters.properties.a.$ref"),
     ] {
         for path in ["/v1/responses/input_tokens", PATH] {
@@ -451,7 +451,7 @@ async fn model_failure_ends_the_stream() {
 #[tokio::test]
 async fn errors_use_responses_field_names() {
     let server = Server::saying(THINKS).await;
-    let schema = json!({"type": "object", "properties": {"a": {"not": {}}}});
+    let schema = json!({"type": "object", "properties": {"a": {"not": {"type": "string"}}}});
     let named = json!({"type": "json_schema", "name": "n", "strict": true, "schema": schema});
     for (more, param) in [
         (json!({"text": {"format": "json"}}), "text.format"),

@@ -79,8 +79,11 @@ fn other_kernels_agree_without_tiles() {
         "gemv_tiles_wide_16",
         "moe_down_gemm",
         "moe_down_gemm_any",
+        "moe_down_tiles",
+        "moe_down_tiles_1",
         "moe_gate_up_gemm",
         "moe_gate_up_gemm_any",
+        "moe_gate_up_tiles",
         "rows_to_half",
         "split_rows",
     ];

@@ -465,7 +465,7 @@ fn answer_is_drawn_on_a_terminal_only() {
     let shown = terminal.wait("answer 0 tokens");
     assert!(shown.contains("Use \x1b[1mbold words\x1b[22m and \x1b[36mcode\x1b[39m:\r\n\r\n• one item"), "{shown:?}");
     let mut narrow = Terminal::begin_in(home.path(), "stty rows 24 cols 28", "NO_COLOR=1", &args);
-    let shown = narrow.wait("answer 0 tokens");
+    let shown = narrow.wait("answer 0\r\ntokens");
     assert!(shown.contains("Use **bold words** and\r\n`code`:"), "{shown:?}");
     let piped = isolated(MOESTRO, home.path()).args(args.split(' ')).output().unwrap();
     assert_eq!(String::from_utf8_lossy(&piped.stdout), format!("{markdown}\n"));

@@ -169,6 +169,7 @@ impl<'a> CodeRows<'a> {
     }
 
     /// Number of bytes.
+    #[cfg(target_arch = "x86_64")]
     pub fn len(self) -> usize {
         self.codes.len() + self.scales.len()
     }

@@ -26,7 +26,7 @@ const BLOCK_ROWS: usize = 16;
 fn splits(width: usize) -> usize {
     match width {
         ..=8192 => 8,
-        ..=65536 => 4,
+        8193..=65536 => 4,
         _ => 2,
     }
 }
