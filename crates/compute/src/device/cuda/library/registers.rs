@@ -27,7 +27,7 @@ struct KernelRegisters {
 impl KernelRegisters {
     /// The most registers that the kernel may want without a new table.
     fn limit(self) -> u32 {
-        self.wanted.next_multiple_of(UNIT).min(MOST)
+        self.wanted.next_multiple_of(UNIT)
     }
 }
 
