@@ -110,9 +110,12 @@ fn dice(n: usize) -> usize {
     (n as u32).wrapping_mul(0x9E37_79B9).rotate_left(15).wrapping_mul(0x85EB_CA6B) as usize >> 8
 }
 
+/// The tokens of a client's prompt, for the client's number and the number of its earlier prompts.
+type PromptLength = fn(usize, usize) -> usize;
+
 /// Prompts of 10 to 5,000 words, in tokens: of three lengths, of random lengths, of a length for each client, and with one
 /// client that differs from all others.
-const PROMPTS: [(&str, fn(usize, usize) -> usize); 5] = [
+const PROMPTS: [(&str, PromptLength); 5] = [
     ("three lengths", |client, _| [13, 1200, 6500][client % 3]),
     ("random lengths", |client, count| [13, 130, 1300, 6500][dice(client * 1000 + count) % 4]),
     ("a length for each client", |client, _| 13 + client * client * 6500 / 961),
