@@ -5,7 +5,7 @@ use super::{BlockAttention, BlockAttentionRows, IndexCache};
 use crate::{
     device::DeviceError,
     ops::{
-        AttentionRows, QkNormRope,
+        QkNormRope,
         activation::softmax,
         attention::{
             KvElement, KvFormat, KvView, PAGE,
@@ -26,12 +26,12 @@ thread_local! {
 impl BlockAttentionRows<'_> {
     /// Computes one row after the other.
     pub(in crate::ops) fn on_cpu(&self, cpu: &mut Cpu) -> Result<(), DeviceError> {
-        let Self { write, attend, rows } = *self;
+        let Self { attend, rows, .. } = *self;
+        let both = self.attention_rows();
         let indexer = attend.indexer;
         let ring = attend.cache.capacity * indexer.recent_width() * 4;
-        for row in 0..write.tokens {
+        for row in 0..self.write.tokens {
             let at = cpu.memory.sequence(&rows, row);
-            let both = AttentionRows { write, attention: attend.attention, rows };
             let (write, attention) = both.row(row, at);
             write.on_cpu(cpu)?;
             let index = attend.index.rows(row, 1, indexer.width());

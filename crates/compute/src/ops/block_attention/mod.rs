@@ -17,7 +17,7 @@ mod cpu;
 mod gpu;
 mod select;
 
-use super::{Attention, KvWrite, QkNormRope, SequenceRows, attention::PAGE};
+use super::{Attention, AttentionRows, KvWrite, QkNormRope, SequenceRows, attention::PAGE};
 use crate::device::{BufferAccess, DeviceError, Region};
 
 /// Maximum number of bytes that the CPU needs for the scores, queries and selections of one call.
@@ -99,16 +99,18 @@ pub struct BlockAttentionRows<'a> {
     pub rows: SequenceRows,
 }
 
-impl BlockAttentionRows<'_> {
+impl<'a> BlockAttentionRows<'a> {
+    /// The same without the indexer.
+    fn attention_rows(&self) -> AttentionRows<'a> {
+        AttentionRows { write: self.write, attention: self.attend.attention, rows: self.rows }
+    }
+
     pub(super) fn touches(&self, see: &mut dyn FnMut(Region, BufferAccess)) {
         let BlockAttention { attention, indexer, index, cache, .. } = self.attend;
-        self.write.touches(see);
-        see(attention.partials, BufferAccess::Write);
-        see(attention.y.floats(attention.tokens * attention.shape.heads * attention.shape.dim), BufferAccess::Write);
+        self.attention_rows().touches(see);
         see(index.floats(attention.tokens * indexer.width()), BufferAccess::Read);
         see(cache.keys, BufferAccess::ReadWrite);
         see(cache.recent, BufferAccess::ReadWrite);
-        see(self.rows.table, BufferAccess::Read);
     }
 }
 
