@@ -49,8 +49,7 @@ pub fn forward(
     let passes: Vec<Arc<PassAhead>> = rows.iter_mut().filter_map(|(state, _)| state.ahead.take()).collect();
     let places: Vec<usize> = if passes.is_empty() {
         collect(&mut device.ahead, device.backend.as_mut());
-        let ids: Vec<u32> = rows.iter().map(|(_, id)| *id).collect();
-        submit(parts, device, rows, 0, Some(&ids))?;
+        run_rows(parts, device, rows, (Some(0), false), None)?;
         (0..rows.len()).collect()
     } else {
         check_tokens(rows, &passes)?;
@@ -134,7 +133,7 @@ fn read_and_continue(
         device.backend.execute(&sample.into())?;
         // The wait for these logits must not include the next pass.
         device.backend.flush()?;
-        submit(parts, device, rows, first, None)?;
+        run_rows(parts, device, rows, (Some(first), true), None)?;
     }
     let mut logits = parts.new_logits(device, rows.len());
     let mut unread = &mut logits[..];
@@ -156,39 +155,33 @@ fn read_and_continue(
     Ok(parts.keep_logits(device, logits))
 }
 
-/// Submits a pass with one token of each sequence, with the tables from row `first` on. If `ids` is `None`, the GPU has
-/// chosen the tokens.
-fn submit(
+/// Runs a pass with one token of each sequence. With `table_row`, the pass is only submitted, with the tables from this
+/// row on. With `id_on_device`, the GPU has chosen the tokens. Otherwise they are those of `rows`.
+pub fn run_rows(
     parts: &ModelParts,
     device: &mut DeviceState,
     rows: &mut [(&mut QwenState, u32)],
-    first: usize,
-    ids: Option<&[u32]>,
+    (table_row, id_on_device): (Option<usize>, bool),
+    logits: Option<&mut [f32]>,
 ) -> Result<(), ModelError> {
     let count = rows.len();
-    for (row, (state, _)) in rows.iter_mut().enumerate() {
-        parts.check_ids(state.len, ids.map_or(&[], |ids| &ids[row..=row]))?;
+    for (state, id) in &mut *rows {
+        let given = [*id];
+        parts.check_ids(state.len, if id_on_device { &[] } else { &given })?;
         if count > 1 {
             parts.replay(device, state)?;
         }
         state.verified = 0;
     }
     let sequences: Vec<SequenceRow> = rows.iter().map(|(state, _)| SequenceRow::next_of(state)).collect();
-    let unknown = [0; MAX_VERIFY_ROWS];
-    let given = ids.unwrap_or(&unknown[..count]);
+    let ids: Vec<u32> = rows.iter().map(|(_, id)| if id_on_device { 0 } else { *id }).collect();
     let chunk = match &mut *rows {
-        [(state, _)] => Chunk::new(given, state.len, RowPositions::new(state.next, state.len, &[])),
-        _ => Chunk { sequences: &sequences, ..Chunk::new(given, 0, RowPositions::new(0, 0, &[])) },
+        [(state, _)] => Chunk::new(&ids, state.len, RowPositions::new(state.next, state.len, &[])),
+        _ => Chunk { sequences: &sequences, ..Chunk::new(&ids, 0, RowPositions::new(0, 0, &[])) },
     };
-    let chunk = Chunk {
-        table_row: Some(first),
-        id_on_device: ids.is_none(),
-        logits: 0..count,
-        kind: parts.pass_kind(count),
-        ..chunk
-    };
+    let chunk = Chunk { table_row, id_on_device, logits: 0..count, kind: parts.pass_kind(count), ..chunk };
     let mut states: Vec<&mut QwenState> = rows.iter_mut().map(|(state, _)| &mut **state).collect();
-    parts.run_pass(device, &mut states, chunk, None, SnapshotMarks::default(), None)?;
+    parts.run_pass(device, &mut states, chunk, None, SnapshotMarks::default(), logits)?;
     for state in states {
         state.len += 1;
         state.next += 1;

@@ -7,7 +7,7 @@ use super::{
     decode_ahead,
     device_state::DeviceState,
     drafts::mtp::{HiddenRows, MtpPrediction, PassDevice},
-    forward::pass::{Chunk, SequenceRow, SnapshotMarks},
+    forward::pass::{Chunk, SnapshotMarks},
     hidden_taps::TapBuffers,
     model_parts::ModelParts,
     positions::RowPositions,
@@ -374,25 +374,8 @@ impl Qwen {
         if is_ahead || !next.is_empty() && decode_ahead::is_possible(&self.parts, device) {
             return decode_ahead::forward(&self.parts, device, rows, next);
         }
-        for (state, id) in &mut *rows {
-            self.parts.check_ids(state.len, &[*id])?;
-            self.parts.replay(device, state)?;
-        }
-        let ids: Vec<u32> = rows.iter().map(|(_, id)| *id).collect();
-        let sequences: Vec<SequenceRow> = rows.iter().map(|(state, _)| SequenceRow::next_of(state)).collect();
-        let chunk = Chunk {
-            sequences: &sequences,
-            logits: 0..count,
-            kind: self.parts.pass_kind(count),
-            ..Chunk::new(&ids, 0, RowPositions::new(0, 0, &[]))
-        };
         let mut logits = self.parts.new_logits(device, count);
-        let mut states: Vec<&mut QwenState> = rows.iter_mut().map(|(state, _)| &mut **state).collect();
-        self.parts.run_pass(device, &mut states, chunk, None, SnapshotMarks::default(), Some(&mut logits))?;
-        for state in states {
-            state.len += 1;
-            state.next += 1;
-        }
+        decode_ahead::run_rows(&self.parts, device, rows, (None, false), Some(&mut logits))?;
         Ok(self.parts.keep_logits(device, logits))
     }
 
