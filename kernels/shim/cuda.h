@@ -50,8 +50,8 @@ typedef unsigned long long ulong;
 #define HALF_TO_FLOAT(bits) half_to_float(bits)
 #define FAST_EXP(x) exp(x)
 #define BARRIER() __syncthreads()
-#define SIMD_SUM(x) warp_sum(x)
-#define SIMD_MAX(x) warp_max(x)
+#define SIMD_SUM(x) lanes_sum<32>(x)
+#define SIMD_MAX(x) lanes_max<32>(x)
 #define SIMD_MIN(x) __reduce_min_sync(0xffffffffu, x)
 #define SIMD_XOR(x, mask) __shfl_xor_sync(0xffffffffu, x, mask)
 #define SIMD_LANE(x, from) __shfl_sync(0xffffffffu, x, from)
@@ -93,12 +93,13 @@ FN float half_to_float(uint bits) {
   asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"((ushort)bits));
   return value;
 }
-FN float warp_sum(float x) {
-  for (int o = 16; o; o >>= 1) x += __shfl_xor_sync(0xffffffffu, x, o);
+// Reduce over LANES lanes that are next to each other.
+template <int LANES> FN float lanes_sum(float x) {
+  for (int o = LANES / 2; o; o >>= 1) x += __shfl_xor_sync(0xffffffffu, x, o);
   return x;
 }
-FN float warp_max(float x) {
-  for (int o = 16; o; o >>= 1) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, o));
+template <int LANES> FN float lanes_max(float x) {
+  for (int o = LANES / 2; o; o >>= 1) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, o));
   return x;
 }
 
@@ -126,8 +127,8 @@ struct SumTile { float v[8]; };
 #define ASYNC_COPY(to, from) async_copy(to, from)
 #define ASYNC_COMMIT() asm volatile("cp.async.commit_group;" ::: "memory")
 #define ASYNC_WAIT(n) async_wait<n>()
-#define QUAD_SUM(x) quad_sum(x)
-#define QUAD_MAX(x) quad_max(x)
+#define QUAD_SUM(x) lanes_sum<4>(x)
+#define QUAD_MAX(x) lanes_max<4>(x)
 
 FN void async_copy(uint4* to, const uint4* from) {
   const uint at = (uint)__cvta_generic_to_shared(to);
@@ -152,14 +153,6 @@ FN void quad_fma(float* c, uint a0, uint a1, uint a2, uint a3, uint b0, uint b1)
                "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-FN float quad_sum(float x) {
-  for (int o = 2; o; o >>= 1) x += __shfl_xor_sync(0xffffffffu, x, o);
-  return x;
-}
-FN float quad_max(float x) {
-  for (int o = 2; o; o >>= 1) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, o));
-  return x;
 }
 FN uint half2_bits(float x, float y) {
   uint bits;
