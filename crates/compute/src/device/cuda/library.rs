@@ -265,8 +265,6 @@ fn names(code: &[u8]) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::process::Command;
-    use test_support::own_process::ran_in_own_process_with;
 
     #[test]
     fn kernel_names_come_from_elf_sections() {
@@ -338,12 +336,7 @@ mod tests {
         if !unsafe { nvrtc::sys::is_culib_present() } {
             return println!("skipped: libnvrtc is not installed");
         }
-        // Since CUDA 12.9, NVRTC has a cache in the user's home directory. Cached code comes without a log.
-        let home = tempfile::tempdir().unwrap();
-        let without_cache = |child: &mut Command| {
-            child.env("CUDA_CACHE_DISABLE", "1").env("CUDA_CACHE_PATH", home.path()).env("HOME", home.path());
-        };
-        if ran_in_own_process_with(nvrtc_compiles_every_file, without_cache) {
+        if registers::ran_without_nvrtc_cache(nvrtc_compiles_every_file) {
             return;
         }
         let mut all = Vec::new();

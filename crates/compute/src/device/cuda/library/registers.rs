@@ -5,7 +5,7 @@
 use super::{KernelSource, nvrtc};
 use crate::device::kernels::{FILES, KernelFile};
 use moestro_base::platform::run_jobs;
-use std::{collections::BTreeMap, fmt::Write, process::Command};
+use std::{collections::BTreeMap, fmt::Write};
 use test_support::own_process::ran_in_own_process_with;
 
 /// The version of NVRTC with which the table was made. Other versions count other numbers.
@@ -93,6 +93,15 @@ fn complaints(counts: &BTreeMap<String, KernelRegisters>, table: &str) -> Vec<St
     gone.chain(above).collect()
 }
 
+/// Does the same as [`ran_in_own_process_with`]. The child process has no cache of NVRTC. Since CUDA 12.9, NVRTC has one in
+/// the user's home directory, and cached code comes without a log.
+pub(super) fn ran_without_nvrtc_cache<T: Copy>(test: T) -> bool {
+    let home = tempfile::tempdir().unwrap();
+    ran_in_own_process_with(test, |child| {
+        child.env("CUDA_CACHE_DISABLE", "1").env("CUDA_CACHE_PATH", home.path()).env("HOME", home.path());
+    })
+}
+
 /// Runs only with the NVRTC of the table. Needs no GPU. With `MOESTRO_REQUIRE_NVRTC` set, as in CI, it must run.
 #[test]
 fn registers_and_spills_are_within_their_limits() {
@@ -108,12 +117,7 @@ fn registers_and_spills_are_within_their_limits() {
         assert!(!required, "this test needs NVRTC {VERSION:?}, not {version:?}");
         return println!("skipped: the table is for NVRTC {VERSION:?}, not {version:?}");
     }
-    // Cached code comes without a log.
-    let home = tempfile::tempdir().unwrap();
-    let without_cache = |child: &mut Command| {
-        child.env("CUDA_CACHE_DISABLE", "1").env("CUDA_CACHE_PATH", home.path()).env("HOME", home.path());
-    };
-    if ran_in_own_process_with(registers_and_spills_are_within_their_limits, without_cache) {
+    if ran_without_nvrtc_cache(registers_and_spills_are_within_their_limits) {
         return;
     }
     let counts = count_all();
