@@ -1,6 +1,6 @@
 //! Tests of the binary from the outside: error messages, the ready line, signals, and the commands on local models.
 
-use crate::program;
+use crate::program::{self, signal};
 use moestro::demo;
 use serde_json::{Value, json};
 use std::{
@@ -289,11 +289,6 @@ impl Server {
         text
     }
 
-    fn signal(&self, name: &str) {
-        let done = Command::new("kill").args([&format!("-{name}"), &self.child.id().to_string()]).status();
-        assert!(done.unwrap().success());
-    }
-
     /// Waits until the server has exited and returns its exit code.
     fn exit_code(&mut self) -> Option<i32> {
         let begin = Instant::now();
@@ -327,7 +322,7 @@ fn server_prints_ready_line_and_answers() {
     assert!(server.ready["plan"].is_object());
     assert!(server.ask("GET /health", "", "").starts_with("HTTP/1.1 200"));
     assert!(server.ask("GET /v1/models", "", "").contains("moestro-demo"));
-    server.signal("INT");
+    signal("INT", server.child.id());
     assert_eq!(server.exit_code(), Some(0));
     let mut rest = String::new();
     server.stdout.read_to_string(&mut rest).unwrap();
@@ -344,7 +339,7 @@ fn signal_lets_running_answer_end() {
     while !text.contains("data: ") {
         answer.read_line(&mut text).unwrap();
     }
-    server.signal("TERM");
+    signal("TERM", server.child.id());
     answer.read_to_string(&mut text).unwrap();
     assert!(text.contains("\"finish_reason\":\"stop\"") && text.contains("data: [DONE]"), "{text}");
     assert_eq!(server.exit_code(), Some(0));

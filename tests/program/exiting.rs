@@ -83,7 +83,7 @@ fn signal_while_loading_is_the_reason() {
     command.env("HF_ENDPOINT", format!("http://{}", hub.local_addr().unwrap()));
     let server = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let connection = hub.accept().unwrap();
-    assert!(Command::new("kill").args(["-TERM", &server.id().to_string()]).status().unwrap().success());
+    crate::program::signal("TERM", server.id());
     let output = server.wait_with_output().unwrap();
     drop(connection);
     assert_eq!(output.status.code(), Some(0));

@@ -2,7 +2,7 @@
 
 #![cfg(unix)]
 
-use crate::program;
+use crate::program::{self, signal};
 use serde_json::Value;
 use std::{
     fs::{self, Permissions},
@@ -39,7 +39,8 @@ fn ask_server(mut command: Command) -> (String, String) {
             .unwrap();
         stream.read_to_string(&mut answer).unwrap();
     }
-    server.kill().unwrap();
+    // A thread writes the log. SIGKILL would lose the lines that wait for it.
+    signal("TERM", server.id());
     server.stderr.take().unwrap().read_to_string(&mut log).unwrap();
     server.wait().unwrap();
     (answer, log)

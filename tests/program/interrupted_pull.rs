@@ -2,7 +2,7 @@
 
 #![cfg(feature = "hub")]
 
-use crate::program;
+use crate::program::{self, signal};
 use serde_json::Value;
 use std::{
     fs,
@@ -55,10 +55,6 @@ fn wait_for_bytes(blob: &Path, child: &mut Child, delay: Duration) {
     thread::sleep(delay);
 }
 
-fn send(signal: &str, child: &Child) {
-    assert!(Command::new("kill").args([&format!("-{signal}"), &child.id().to_string()]).status().unwrap().success());
-}
-
 /// Checks that the saved progress has all but the bytes of half a second of two connections. Returns the missing bytes.
 fn check_saved(blob: &Path, shard: &[u8]) -> usize {
     let missing = saved_missing(blob).expect("a map file");
@@ -80,13 +76,13 @@ fn is_ignored(number: i32) -> bool {
 #[test]
 fn signal_saves_progress_of_a_pull() {
     let signals = [("INT", 2, 100), ("TERM", 15, 700), ("HUP", 1, 1_400)];
-    for (signal, number, delay) in signals.into_iter().filter(|(_, number, _)| !is_ignored(*number)) {
+    for (name, number, delay) in signals.into_iter().filter(|(_, number, _)| !is_ignored(*number)) {
         let (hub, shard) = slow_hub();
         let home = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let blob = blob(home.path(), &shard);
         let mut pull = command(&["pull", "org/name"], &hub.endpoint, home.path()).spawn().unwrap();
         wait_for_bytes(&blob, &mut pull, Duration::from_millis(delay));
-        send(signal, &pull);
+        signal(name, pull.id());
         let ended = pull.wait_with_output().unwrap();
         let stderr = String::from_utf8_lossy(&ended.stderr);
         assert_eq!(ended.status.signal(), Some(number), "{stderr}");
@@ -117,7 +113,7 @@ fn signal_saves_progress_of_a_server() {
     write!(connection, "GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n").unwrap();
     let mut health = String::new();
     connection.read_to_string(&mut health).unwrap();
-    send("TERM", &server);
+    signal("TERM", server.id());
     let ended = server.wait_with_output().unwrap();
     // A check of the health is no event worth a line, also while the model is loaded.
     let log = String::from_utf8_lossy(&ended.stderr);
@@ -134,7 +130,7 @@ fn json_reports_speed_of_this_run() {
     let blob = blob(home.path(), &shard);
     let mut first = command(&["pull", "org/name"], &hub.endpoint, home.path()).spawn().unwrap();
     wait_for_bytes(&blob, &mut first, Duration::from_millis(2_000));
-    send("TERM", &first);
+    signal("TERM", first.id());
     first.wait().unwrap();
     let missing = saved_missing(&blob).unwrap() as u64;
     let pulled = command(&["pull", "org/name", "--json"], &hub.endpoint, home.path()).output().unwrap();

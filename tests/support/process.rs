@@ -25,7 +25,7 @@ pub fn reload(id: u32, logs: &Path) -> String {
         lines.map(str::to_owned).collect()
     };
     let (before, begin) = (lines().len(), Instant::now());
-    assert!(Command::new("kill").args(["-HUP", &id.to_string()]).status().unwrap().success());
+    program::signal("HUP", id);
     loop {
         if let Some(line) = lines().get(before) {
             return line.clone();

@@ -1,4 +1,4 @@
-//! [`moestro`]: a command that runs the program for a test.
+//! [`moestro`]: a command that runs the program for a test. [`signal`] sends a signal to it.
 #![allow(dead_code)] // Each test binary uses only a part of this module.
 
 use std::{env, ffi::OsString, path::Path, process::Command};
@@ -23,4 +23,10 @@ pub fn isolate(command: &mut Command, home: &Path) {
     let own: Vec<(OsString, OsString)> = command.get_envs().filter_map(own).collect();
     command.env_clear().env("HOME", home).env("MOESTRO_DEVICE", "cpu");
     command.envs(KEPT.iter().filter_map(|name| Some((name, env::var_os(name)?)))).envs(own);
+}
+
+/// Sends the signal `name` (`TERM`) to the process `id`.
+pub fn signal(name: &str, id: u32) {
+    let status = Command::new("kill").args([format!("-{name}"), id.to_string()]).status().unwrap();
+    assert!(status.success(), "kill -{name} {id}: {status}");
 }
