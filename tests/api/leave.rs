@@ -96,12 +96,6 @@ async fn disconnect_in_queue_removes_request() {
     assert_eq!(server.metrics.admitted_tokens.get(), admitted, "the request left the queue to run");
 }
 
-/// The seconds until no request holds memory, so that no compilation runs.
-async fn seconds_until_memory_is_free(server: &Server, begun: Instant) -> f64 {
-    server.metric("moestro_request_memory_bytes 0").await;
-    begun.elapsed().as_secs_f64()
-}
-
 #[tokio::test]
 async fn disconnect_in_compilation_stops_it() {
     let server = Arc::new(Setup { says: Some(LONG), ..Setup::default() }.start().await);
@@ -116,27 +110,32 @@ async fn disconnect_in_compilation_stops_it() {
     let large = Value::Object(properties);
     let begun = Instant::now();
     assert_eq!(server.post(CHAT, &ask(&large, false)).await.status, 400);
-    let whole = seconds_until_memory_is_free(&server, begun).await;
-    for (number, stream) in [true, false].into_iter().enumerate() {
-        let begun = Instant::now();
-        let asking = tokio::spawn({
-            let (server, body) = (server.clone(), ask(&large, stream));
-            async move { server.post(CHAT, &body).await.status }
-        });
-        // The memory of a compilation is reserved when it begins.
-        while server.metrics.request_memory.get() < 8 << 20 {
-            tokio::time::sleep(Duration::from_millis(1)).await;
+    let whole = begun.elapsed();
+    let mut left = 0;
+    for stream in [true, false] {
+        // A busy machine may stop the test or the server for a while, so one of several tries must be fast. A
+        // compilation that nothing stops takes about as long as `whole` each time.
+        let mut tries = Vec::new();
+        while tries.iter().all(|seconds: &Duration| 2 * *seconds > whole) {
+            assert!(tries.len() < 5, "after the client had left, the compilation ran for {tries:?}; alone {whole:?}");
+            let asking = tokio::spawn({
+                let (server, body) = (server.clone(), ask(&large, stream));
+                async move { server.post(CHAT, &body).await.status }
+            });
+            // The memory of a compilation is reserved when it begins.
+            while server.metrics.request_memory.get() < 8 << 20 {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+            let begun = Instant::now();
+            asking.abort();
+            left += 1;
+            // No request holds memory when no compilation runs.
+            server.metric("moestro_request_memory_bytes 0").await;
+            tries.push(begun.elapsed());
+            server.metric(&format!("moestro_requests_total{{endpoint=\"{CHAT}\",status=\"499\"}} {left}")).await;
+            assert_eq!(server.engine.load(), (0, 0));
         }
-        asking.abort();
-        let line = format!("moestro_requests_total{{endpoint=\"{CHAT}\",status=\"499\"}} {}", number + 1);
-        server.metric(&line).await;
-        assert_eq!(server.engine.load(), (0, 0));
         let other = server.ask(CHAT, &ask(&json!({"a": {"type": "integer"}}), false)).await;
         assert_eq!(other["choices"][0]["finish_reason"], "stop");
-        let seconds = seconds_until_memory_is_free(&server, begun).await;
-        assert!(
-            seconds < 0.75 * whole,
-            "the compilation ran for {seconds} s after the client had left; alone {whole} s"
-        );
     }
 }

@@ -283,10 +283,16 @@ impl Server {
         connection
     }
 
+    /// Returns the head and the body of the answer.
     fn ask(&self, line: &str, headers: &str, body: &str) -> String {
         let mut text = String::new();
         self.send(line, headers, body).read_to_string(&mut text).unwrap();
-        text
+        let (head, body) = text.split_once("\r\n\r\n").unwrap();
+        if head.contains("transfer-encoding: chunked") {
+            format!("{head}\r\n\r\n{}", joined_chunks(body))
+        } else {
+            text
+        }
     }
 
     /// Waits until the server has exited and returns its exit code.
@@ -414,6 +420,17 @@ fn truncated_file_fails_requests_until_restored() {
     assert!(server.ask("GET /health", "", "").starts_with("HTTP/1.1 200"));
     let text = |answer: &str| answer.lines().filter(|line| line.contains("delta")).map(content).collect::<String>();
     assert_eq!(text(&ask(story, true)), text(&whole), "no data of the damaged file is used");
+}
+
+/// The data of a chunked body. A chunk may end within an event.
+fn joined_chunks(mut chunks: &str) -> String {
+    let mut data = String::new();
+    while let Some((size, rest)) = chunks.split_once("\r\n") {
+        let (chunk, rest) = rest.split_at(usize::from_str_radix(size, 16).unwrap());
+        data += chunk;
+        chunks = rest.strip_prefix("\r\n").unwrap();
+    }
+    data
 }
 
 /// The content in one line of a stream.
