@@ -5,7 +5,7 @@ set -euo pipefail
 dir=$(cd "$1" && pwd) uv=${2:-}
 work=$(mktemp -d)
 server=
-trap '[ -z "$server" ] || kill "$server" 2>/dev/null || true; rm -rf "$work"' EXIT
+trap '[ -z "$server" ] || kill "$server" 2>/dev/null || true; wait; rm -rf "$work"' EXIT
 fail() { echo "check_packages.sh: $*" >&2; exit 1; }
 
 # Serves the demo with a fresh home and a path without Rust, and asks it: answers NAME COMMAND...

@@ -7,7 +7,7 @@ chromium=$(command -v chromium || command -v chromium-browser || command -v goog
 firefox=$(command -v firefox-esr || command -v firefox)
 node=$here/../../target/page/node
 work=$(mktemp -d)
-trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$work"' EXIT
+trap 'kill $(jobs -p) 2>/dev/null || true; wait; rm -rf "$work"' EXIT
 mkdir -p "$node"
 if ! cmp -s "$here/package.json" "$node/package.json" || [ ! -d "$node/node_modules" ]; then
   cp "$here/package.json" "$node/package.json"
