@@ -3,7 +3,7 @@
 
 use crate::{
     forward::{DEMO, answer, cases, common, options},
-    look_ahead,
+    layer_spans,
 };
 use common::{load_with, margin, narrow, write_model};
 use moestro::tools::synth::Dimensions;
@@ -70,9 +70,9 @@ pub fn assert_agrees(
 }
 
 #[test]
-fn layers_ahead_match_a_resident_model() {
+fn layer_spans_match_a_resident_model() {
     if gpu().is_some() {
-        look_ahead::compare(|| gpu().unwrap());
+        layer_spans::compare(|| gpu().unwrap());
     }
 }
 

@@ -123,8 +123,8 @@ impl Turns {
         let clocks: HashMap<u64, u64> = self.groups.iter().map(|(&id, group)| (id, group.clock)).collect();
         let taken = self.taken;
         self.groups.retain(|id, group| {
-            let is_ahead = clocks.get(&group.parent).is_some_and(|&clock| group.end > clock);
-            *id == ALL || is_ahead || group.last_taken == taken || is_waiting.contains(id)
+            let ends_later = clocks.get(&group.parent).is_some_and(|&clock| group.end > clock);
+            *id == ALL || ends_later || group.last_taken == taken || is_waiting.contains(id)
         });
     }
 }

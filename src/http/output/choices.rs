@@ -53,7 +53,7 @@ pub struct Choices {
     /// True if streams report prompt progress.
     pub reports_progress: bool,
     /// Tasks of later choices that have already been queued, in order.
-    pub ahead: VecDeque<ChoiceTask>,
+    pub started: VecDeque<ChoiceTask>,
     /// Number of choices whose prompt tokens the log has counted. A choice that is queued again is counted once.
     pub logged: usize,
     /// Memory of the request, held until the last answer is complete.
@@ -101,14 +101,14 @@ impl Choices {
     }
 
     /// Queues the choices after `current` that the engine can run at the same time, until the queue is full.
-    pub fn submit_ahead(&mut self, current: usize) -> Result<(), EngineError> {
+    pub fn submit_next(&mut self, current: usize) -> Result<(), EngineError> {
         loop {
-            let next = current + 1 + self.ahead.len();
-            if next >= self.len() || self.ahead.len() + 1 >= self.model()?.engine.parallel() {
+            let next = current + 1 + self.started.len();
+            if next >= self.len() || self.started.len() + 1 >= self.model()?.engine.parallel() {
                 return Ok(());
             }
             match self.submit(next) {
-                Ok(generation) => self.ahead.push_back(ChoiceTask::spawn(generation, self.permit.empty())),
+                Ok(generation) => self.started.push_back(ChoiceTask::spawn(generation, self.permit.empty())),
                 Err(EngineError::QueueFull { .. }) => return Ok(()),
                 Err(error) => return Err(error),
             }
@@ -118,7 +118,7 @@ impl Choices {
     /// Returns choice `index`, which follows the current choice. If the choice is not queued yet, queues it, and waits
     /// while the queue is full.
     pub async fn next(&mut self, index: usize) -> Result<ChoiceTask, EngineError> {
-        if let Some(task) = self.ahead.pop_front() {
+        if let Some(task) = self.started.pop_front() {
             return Ok(task);
         }
         loop {

@@ -225,12 +225,12 @@ async fn run(
     mut sink: impl FnMut(Update) -> Result<(), ApiError>,
 ) -> Result<Finished, ApiError> {
     if let Some(mut first) = first {
-        choices.submit_ahead(index)?;
+        choices.submit_next(index)?;
         return first.run(sink).await;
     }
     loop {
         let mut task = choices.next(index).await?;
-        choices.submit_ahead(index)?;
+        choices.submit_next(index)?;
         let write = |update| {
             if index + 1 == choices.len() && !matches!(update, Update::Idle) {
                 choices.release_model();
@@ -240,7 +240,7 @@ async fn run(
         match task.run(write).await {
             // The queue gave up this choice before it started. The choices after it are queued again, too, so that they
             // stay in order.
-            Err(error) if error.is_queue_full() => choices.ahead.clear(),
+            Err(error) if error.is_queue_full() => choices.started.clear(),
             finished => return finished,
         }
     }

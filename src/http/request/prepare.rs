@@ -95,7 +95,7 @@ impl GenerationRequest {
             chat,
             stops: self.stops,
             reports_progress: common.return_progress.unwrap_or(false),
-            ahead: VecDeque::new(),
+            started: VecDeque::new(),
             logged: 0,
             permit,
         })

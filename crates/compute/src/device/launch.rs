@@ -91,7 +91,7 @@ impl Binding {
     }
 }
 
-/// The use of the skip flag by a launch, for layers that are submitted ahead; see `is_skipped` in `kernels/quant.metal`.
+/// The use of the skip flag by a launch, for the layers of a span; see `is_skipped` in `kernels/quant.metal`.
 /// Kernels that change data which outlives a layer have a flag, and so have slow kernels. The first argument word of such
 /// a kernel says whether the launch has a flag, and the last binding is the flag.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

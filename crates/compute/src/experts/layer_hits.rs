@@ -11,7 +11,7 @@ const STEP: f32 = 1.0 / 8.0;
 /// (`benches/results/look_ahead.csv`).
 const MIN_CHANCE: f32 = 0.5;
 
-/// The same with prefetching. Higher, because layers that run ahead do not prefetch.
+/// The same with prefetching. Higher, because the layers of a span do not prefetch.
 const MIN_CHANCE_PREFETCHING: f32 = 0.7;
 
 /// The share of recent passes in which launches could read all experts of a layer at once, for each layer.

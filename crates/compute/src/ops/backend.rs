@@ -52,7 +52,7 @@ pub struct BackendLimits {
     pub max_mixer_rows: usize,
     /// True if the pass must allocate the buffers for expert activations. False if the device has its own buffers.
     pub needs_expert_buffers: bool,
-    /// Maximum number of layers in one submission while layers run ahead of the CPU.
+    /// Maximum number of layers of a span in one submission.
     pub layers_per_submission: usize,
     /// Operations run asynchronously. Reading a result waits for the device, so the pass batches its reads.
     pub is_async: bool,

@@ -115,9 +115,9 @@ fn read_modes() -> Vec<ReadMode> {
     }
 }
 
-/// A hit whose slot launches cannot read yet sets the skip flag of layers that run ahead.
+/// A hit whose slot launches cannot read yet sets the skip flag of a layer span.
 #[test]
-fn layers_run_ahead_when_launches_can_read_their_experts() {
+fn spans_need_experts_that_launches_can_read() {
     let checkpoint = checkpoint();
     let (store, _) = checkpoint.open(Options::new(LAYERS * EXPERTS));
     let run = |mark: bool| {

@@ -19,7 +19,7 @@ const ATTENTION_ROWS: usize = 128;
 const MAX_PARTIAL_BYTES: usize = 64 << 20;
 /// Interval of the small launches that keep an idle GPU's clock high while the disk is read.
 const AWAKE_INTERVAL: Duration = Duration::from_millis(2);
-/// Maximum number of layers that run ahead in one submission on a GPU that shares the CPU's memory. A Metal queue has at
+/// Maximum number of layers of a span in one submission on a GPU that shares the CPU's memory. A Metal queue has at
 /// most 64 command buffers, and each costs some 30 us.
 const LAYERS_PER_SUBMISSION: usize = 8;
 /// Number of layers of a pass that are encoded before the first submission.

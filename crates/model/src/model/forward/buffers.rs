@@ -352,12 +352,12 @@ impl Buffers {
 pub struct Scratch {
     pub rope: Vec<f32>,
     pub moe: MoeScratch,
-    pub ahead: AheadScratch,
+    pub span: SpanScratch,
 }
 
-/// The state of [`look_ahead`](super::look_ahead).
+/// The state of [`layer_span`](super::layer_span).
 #[derive(Default)]
-pub struct AheadScratch {
+pub struct SpanScratch {
     /// The outputs of the routers from layer `first` on.
     pub routes: Vec<u32>,
     pub first: usize,

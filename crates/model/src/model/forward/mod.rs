@@ -18,7 +18,7 @@ mod attention;
 pub mod buffers;
 mod delta_net;
 pub mod head;
-mod look_ahead;
+mod layer_span;
 mod moe;
 mod ngram;
 pub mod pass;
@@ -75,19 +75,19 @@ pub fn forward_layers(
 ) -> Result<(), ModelError> {
     let streams = pass.experts.is_some_and(|experts| !experts.is_resident());
     pass.backend.begin_layers(streams);
-    look_ahead::reset(pass);
+    layer_span::reset(pass);
     let mut index = 0;
     while let Some(layer) = net.layers.get(index) {
-        let count = look_ahead::layer_count(index, pass, hooks);
+        let count = layer_span::layer_count(index, pass, hooks);
         index = if count > 1 {
-            look_ahead::run(net, index..index + count, state, pass, hooks)?
+            layer_span::run(net, index..index + count, state, pass, hooks)?
         } else {
-            look_ahead::report_choices(net, pass)?;
+            layer_span::report_choices(net, pass)?;
             layer.forward(index, net, state, pass, hooks)?;
             index + 1
         };
     }
-    look_ahead::report_choices(net, pass)
+    layer_span::report_choices(net, pass)
 }
 
 impl LayerWeights {

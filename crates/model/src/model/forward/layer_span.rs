@@ -1,4 +1,4 @@
-//! Computes several layers before the CPU reads the routers' choices, while experts are streamed to a GPU.
+//! A span: several layers that a GPU computes before the CPU reads their routers' choices, while experts are streamed.
 //!
 //! ```text
 //! submitted at once:  layer 3 | layer 4 | layer 5 | layer 6     kernels find experts in the table of slots
@@ -10,7 +10,7 @@
 //! Skipped attention may still write keys and values. Its layers are submitted again and then write the same positions.
 //! The residual and the states of the delta nets stay as they are.
 //!
-//! Experts need no pins while layers run ahead: only this thread assigns slots, in a fetch or a prefetch, and it does
+//! Experts need no pins while a span runs: only this thread assigns slots, in a fetch or a prefetch, and it does
 //! neither before it has reported the choices of these layers to the store. The report releases their slots after a
 //! sync point.
 
@@ -31,7 +31,7 @@ use std::ops::Range;
 
 /// Forgets the layers of an earlier pass that failed.
 pub fn reset(pass: &mut Pass<'_>) {
-    pass.scratch.ahead.layers = 0..0;
+    pass.scratch.span.layers = 0..0;
     // A panic may have left it.
     pass.backend.set_skip_flag(None);
 }
@@ -91,10 +91,10 @@ fn submit(
             pass.backend.write_words(b.slot_tables.rows(layer, 1, slots.len()), &slots)?;
         }
     }
-    if std::mem::replace(&mut pass.scratch.ahead.may_skip, true) {
+    if std::mem::replace(&mut pass.scratch.span.may_skip, true) {
         pass.backend.write_words(b.skip_flag, &[0])?;
     }
-    pass.scratch.ahead.launches.clear();
+    pass.scratch.span.launches.clear();
     pass.backend.set_skip_flag(Some(b.skip_flag));
     let submitted = layers.clone().try_for_each(|index| {
         encode_layer(net, index, state, pass, hooks)?;
@@ -108,7 +108,7 @@ fn submit(
     submitted
 }
 
-/// True if a submission ends after the layer with this index among the layers that run ahead. The first submission has
+/// True if a submission ends after the layer with this index of a span. The first submission has
 /// one layer, so that the device starts early.
 fn ends_submission(index: usize, layers_per_submission: usize) -> bool {
     index.is_multiple_of(layers_per_submission.max(1))
@@ -128,7 +128,7 @@ fn encode_layer(
     let routed = pass.buffers.route(index, pass.rows(), weights);
     moe::route(index, x, weights, routed, pass)?;
     let launches = pass.backend.launches();
-    pass.scratch.ahead.launches.push(launches);
+    pass.scratch.span.launches.push(launches);
     moe::from_table(weights, routed, pass)?;
     layer.end(index, pass, hooks)
 }
@@ -142,33 +142,33 @@ fn wait_for_choices(
     pass: &mut Pass<'_>,
 ) -> Result<Option<usize>, ModelError> {
     let rows = pass.rows();
-    let ahead = &mut pass.scratch.ahead;
+    let span = &mut pass.scratch.span;
     let routes = pass.buffers.routes(layers.clone(), rows, moe_weights(net, layers.start)?);
-    ahead.routes.resize(routes.len / 4, 0);
-    ahead.first = layers.start;
-    ahead.layers = layers.clone();
+    span.routes.resize(routes.len / 4, 0);
+    span.first = layers.start;
+    span.layers = layers.clone();
     experts.metrics.gpu_router_waits.inc();
-    pass.backend.read_words(routes, &mut ahead.routes)?;
+    pass.backend.read_words(routes, &mut span.routes)?;
     let missed = layers.clone().find(|index| {
         let weights = net.layers[*index].ffn.moe();
-        let slots = weights.map(|weights| split_route(&ahead.routes, index - ahead.first, rows, weights)[1]);
+        let slots = weights.map(|weights| split_route(&span.routes, index - span.first, rows, weights)[1]);
         slots.is_some_and(|slots| slots.contains(&NO_SLOT))
     });
     match missed {
-        None => ahead.may_skip = false,
+        None => span.may_skip = false,
         Some(missed) => {
-            let submitted = ahead.launches.get(missed - layers.start).copied().unwrap_or(0);
+            let submitted = span.launches.get(missed - layers.start).copied().unwrap_or(0);
             experts.metrics.gpu_skipped_launches.inc_by(pass.backend.launches() - submitted);
-            ahead.layers.end = missed;
+            span.layers.end = missed;
         }
     }
     Ok(missed)
 }
 
-/// Reports the choices of the layers that ran ahead to the expert store, in the order of layers.
+/// Reports the choices of the layers of a span to the expert store, in the order of layers.
 pub fn report_choices(net: &Network, pass: &mut Pass<'_>) -> Result<(), ModelError> {
     let Some(experts) = pass.experts else { return Ok(()) };
-    for index in std::mem::take(&mut pass.scratch.ahead.layers) {
+    for index in std::mem::take(&mut pass.scratch.span.layers) {
         let weights = moe_weights(net, index)?;
         let scratch = read_route(index, weights, pass);
         let choice = ExpertChoice { ids: &scratch.ids, k: weights.k, logits: &scratch.logits };
@@ -180,12 +180,12 @@ pub fn report_choices(net: &Network, pass: &mut Pass<'_>) -> Result<(), ModelErr
     Ok(())
 }
 
-/// The choice of a layer that ran ahead, in the lists of the mixture of experts.
+/// The choice of a layer of a span, in the lists of the mixture of experts.
 fn read_route(index: usize, weights: &MoeWeights, pass: &mut Pass<'_>) -> MoeScratch {
     let rows = pass.rows();
-    let ahead = &pass.scratch.ahead;
+    let span = &pass.scratch.span;
     let mut scratch = std::mem::take(&mut pass.scratch.moe);
-    let [ids, _, _, scores] = split_route(&ahead.routes, index - ahead.first, rows, weights);
+    let [ids, _, _, scores] = split_route(&span.routes, index - span.first, rows, weights);
     scratch.ids.clear();
     scratch.ids.extend(ids);
     scratch.logits.clear();

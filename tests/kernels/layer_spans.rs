@@ -1,4 +1,4 @@
-//! Compares a streamed model whose layers run ahead of the CPU with a resident model: all logits and states must have
+//! Compares a streamed model that computes layer spans with a resident model: all logits and states must have
 //! the same bytes, whichever layer misses an expert, and also after a pass that was cancelled or failed.
 
 use crate::{
@@ -36,7 +36,7 @@ use std::{
 const LAYERS: usize = 4;
 /// Number of experts of all layers. A token selects two of eight experts in each layer.
 const EXPERTS: usize = LAYERS * 8;
-/// So few experts are missing that layers run ahead.
+/// So few experts are missing that spans have several layers.
 const SLOTS: usize = EXPERTS - 2;
 /// Time after which a device that completes nothing is lost. A busy machine does not reach it.
 const STALL_TIMEOUT: Duration = Duration::from_secs(60);
@@ -103,13 +103,13 @@ fn step(model: &mut Qwen, states: &mut [QwenState], mut dice: Dice) -> Logits {
 }
 
 #[test]
-fn layers_ahead_match_a_resident_model() {
+fn layer_spans_match_a_resident_model() {
     compare(|| HostGpu::new(Host::fast()).queue());
 }
 
 /// A GPU that shares the CPU's memory gets several layers in one command buffer.
 #[test]
-fn layers_ahead_share_command_buffers() {
+fn layers_of_spans_share_command_buffers() {
     let root = checkpoint();
     let run = |own_memory: bool| {
         let double = Double::new(Host::fast());
@@ -164,7 +164,7 @@ pub fn compare<D: Driver>(gpu: impl Fn() -> CommandQueue<D>) {
             }
             streamed.adapt_to_level(MemoryLevel::Spare(1 << 40), now + Duration::from_secs(60 * round));
         }
-        println!("{kv_bits:?}: layers {missed:?} missed after layers had run ahead; fewest waits {fewest}");
+        println!("{kv_bits:?}: layers {missed:?} missed within spans; fewest waits {fewest}");
         assert_eq!(fewest, 1, "one wait for all layers");
         assert!([0, LAYERS - 1].iter().all(|layer| missed.contains(layer)), "{missed:?}");
         for (one, two) in expected.iter_mut().zip(&mut found) {
@@ -180,7 +180,7 @@ fn request(model: &mut Qwen) -> Vec<f32> {
     (0..5).flat_map(|round| step(model, &mut states, Dice(round)).data.to_vec()).collect()
 }
 
-/// An event that ends a pass while layers run ahead.
+/// An event that ends a pass within a span.
 #[derive(Debug, Clone, Copy)]
 enum Trouble {
     /// The request is cancelled before the pass submits a layer. Counts layers that were submitted before. A pass
@@ -220,7 +220,7 @@ impl Streamed {
     }
 
     /// Computes tokens until a pass needs one wait. The next pass then submits all layers together.
-    fn run_ahead(&mut self, state: &mut QwenState, dice: &mut Dice) {
+    fn run_span(&mut self, state: &mut QwenState, dice: &mut Dice) {
         for _ in 0..100 {
             let waits = self.metrics.gpu_router_waits.get();
             self.model.forward(state, &tokens(dice, 1), Rows::None).unwrap();
@@ -228,14 +228,14 @@ impl Streamed {
                 return;
             }
         }
-        panic!("the layers do not run ahead");
+        panic!("no span has several layers");
     }
 
     /// Runs passes until `trouble` ends one. Returns the error.
     fn meet(&mut self, trouble: Trouble, seed: u64) -> ModelError {
         let (mut dice, mut states) = (Dice(seed), start(&mut self.model, [3, 1]));
         for _ in 0..100 {
-            self.run_ahead(&mut states[0], &mut dice);
+            self.run_span(&mut states[0], &mut dice);
             let modified = self.shard.metadata().unwrap().modified().unwrap();
             if matches!(trouble, Trouble::Unreadable) {
                 // The store refuses to read a file that has changed.
@@ -275,7 +275,7 @@ impl Streamed {
 
 #[test]
 #[ignore = "exhaustive: every failure in every layer"]
-fn trouble_ahead_leaves_no_trace() {
+fn trouble_within_a_span_leaves_no_trace() {
     let root = checkpoint();
     let gpu = HostGpu::with_matrix_units(Host::fast());
     let expected = request(&mut move_to(load(root.path(), None, KvBits::Sixteen).0, gpu));
@@ -316,7 +316,7 @@ fn trouble_ahead_leaves_no_trace() {
 }
 
 #[test]
-fn cpu_continues_after_loss_of_layers_ahead() {
+fn cpu_continues_after_loss_in_a_span() {
     let root = checkpoint();
     let expected = request(&mut load(root.path(), Some(SLOTS), KvBits::Sixteen).0);
     for nth in [1, LAYERS] {
