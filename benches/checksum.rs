@@ -13,7 +13,7 @@
 use moestro_base::metrics::Metrics;
 use moestro_compute::{
     device::CpuTimeline,
-    experts::{ExpertChoice, ExpertStore, Options, PassKind, Prefetch, ReadMode},
+    experts::{ExpertChoice, ExpertStore, Options, PassSize, Prefetch, ReadMode},
 };
 use moestro_model::{
     checkpoint::pack,
@@ -35,7 +35,7 @@ fn read(store: &ExpertStore, routes: &[(usize, Vec<u32>)]) -> [f64; 2] {
     let mut experts = 0;
     for (layer, ids) in routes {
         let choice = ExpertChoice { ids, k: ids.len(), logits: &[] };
-        let mut asked = store.fetch(*layer, &choice, PassKind::Decode, &mut CpuTimeline).expect("the experts exist");
+        let mut asked = store.fetch(*layer, &choice, PassSize::Small, &mut CpuTimeline).expect("the experts exist");
         while asked.next(&mut CpuTimeline).expect("the read succeeds").is_some() {}
         experts += ids.len();
     }

@@ -12,7 +12,7 @@
 use moestro_base::metrics::Metrics;
 use moestro_compute::{
     device::CpuTimeline,
-    experts::{ExpertChoice, ExpertMap, ExpertStore, Options, PIECES, PassKind, Piece, Prefetch, ReadMode},
+    experts::{ExpertChoice, ExpertMap, ExpertStore, Options, PIECES, PassSize, Piece, Prefetch, ReadMode},
 };
 use std::{path::PathBuf, time::Instant};
 
@@ -72,7 +72,7 @@ fn main() {
                 let first = next() % EXPERTS;
                 let experts: Vec<u32> = (0..route).map(|i| ((first + i * 31) % EXPERTS) as u32).collect();
                 let choice = ExpertChoice { ids: &experts, k: route, logits: &[] };
-                let asked = store.fetch(layer, &choice, PassKind::Decode, &mut CpuTimeline);
+                let asked = store.fetch(layer, &choice, PassSize::Small, &mut CpuTimeline);
                 let mut asked = asked.expect("experts that there are");
                 while asked.next(&mut CpuTimeline).expect("a read").is_some() {}
                 routes += 1;

@@ -14,7 +14,7 @@
 use moestro_base::metrics::Metrics;
 use moestro_compute::{
     device::{CpuTimeline, SyncPoint},
-    experts::{ExpertChoice, ExpertMap, ExpertSource, ExpertStore, Options, PIECES, PassKind, Piece, Prefetch},
+    experts::{ExpertChoice, ExpertMap, ExpertSource, ExpertStore, Options, PIECES, PassSize, Piece, Prefetch},
 };
 use std::{
     collections::HashSet,
@@ -110,13 +110,13 @@ fn main() {
                 compute(scaled(MIXER));
                 let different = ids.iter().collect::<HashSet<_>>().len();
                 let choice = ExpertChoice { ids, k: 8, logits: &[] };
-                let mut taken = experts.fetch(layer, &choice, PassKind::Prefill, &mut CpuTimeline).expect("experts");
+                let mut taken = experts.fetch(layer, &choice, PassSize::Large, &mut CpuTimeline).expect("experts");
                 if let Some(next) = asked.get(layer + 1) {
                     // Nine of ten predictions are right.
                     let wrong =
                         |(place, id): (usize, &u32)| if place % 10 == 0 { (id * 7 + 1) % EXPERTS as u32 } else { *id };
                     let guess: Vec<u32> = next.iter().enumerate().map(wrong).collect();
-                    experts.prefetch(layer + 1, &guess, PassKind::Prefill);
+                    experts.prefetch(layer + 1, &guess, PassSize::Large);
                 }
                 while let Some(batch) = taken.next(&mut CpuTimeline).expect("reads") {
                     compute(scaled(EXPERT * (EXPERTS / 2 * batch.len()) as u32) / different as u32);

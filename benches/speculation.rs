@@ -27,7 +27,7 @@ use moestro::command::device_choice::DeviceChoice;
 use moestro_base::metrics::Metrics;
 use moestro_compute::{
     device,
-    experts::{ExpertChoice, PassKind, ReadMode},
+    experts::{ExpertChoice, PassSize, ReadMode},
 };
 use moestro_engine::{
     self as engine, Draft, DraftKind, DraftPolicy, DraftRequest, Event, Finish, Handle, LookupDraft, Request, Sampler,
@@ -176,7 +176,7 @@ fn answer(model: &mut Qwen, ids: &[u32], tokens: usize, sampling: &Sampling) -> 
     let row = Arc::new(Mutex::new(Vec::new()));
     if let Some(store) = model.store() {
         let log = row.clone();
-        store.observe(Box::new(move |_: usize, choice: &ExpertChoice<'_>, _: PassKind| {
+        store.observe(Box::new(move |_: usize, choice: &ExpertChoice<'_>, _: PassSize| {
             log.lock().push(choice.ids.to_vec());
         }));
     }
@@ -187,7 +187,7 @@ fn answer(model: &mut Qwen, ids: &[u32], tokens: usize, sampling: &Sampling) -> 
         routes.push(std::mem::take(&mut *row.lock()));
     }
     if let Some(store) = model.store() {
-        store.observe(Box::new(|_: usize, _: &ExpertChoice<'_>, _: PassKind| ()));
+        store.observe(Box::new(|_: usize, _: &ExpertChoice<'_>, _: PassSize| ()));
     }
     let union = |rows: usize| {
         let layers = routes.first().map_or(0, Vec::len);

@@ -5,7 +5,7 @@ use crate::error::CommandError;
 use moestro_base::{error::StoreError, metrics::Metrics, platform::Access};
 use moestro_compute::{
     device::{CpuDevice, CpuTimeline, memory_bandwidth},
-    experts::{ExpertChoice, ExpertStore, Options, PassKind, Prefetch},
+    experts::{ExpertChoice, ExpertStore, Options, PassSize, Prefetch},
 };
 use moestro_model::model::{CheckpointInfo, StoreOptions, speed};
 use serde::Serialize;
@@ -93,7 +93,7 @@ fn measure_reads(found: &CheckpointInfo, store: &StoreOptions) -> Result<ReadSpe
         while count < most && (count == 0 || begin.elapsed() < budget) {
             let Some((layer, ids)) = walk.next(experts) else { break };
             let choice = ExpertChoice { ids: &ids, k: ids.len(), logits: &[] };
-            let mut asked = store.fetch(layer, &choice, PassKind::Decode, &mut CpuTimeline)?;
+            let mut asked = store.fetch(layer, &choice, PassSize::Small, &mut CpuTimeline)?;
             while asked.next(&mut CpuTimeline)?.is_some() {}
             count += 1;
         }

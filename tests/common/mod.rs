@@ -11,7 +11,7 @@ use moestro::tools::synth::{self, Dimensions, SynthOptions};
 use moestro_base::metrics::Metrics;
 use moestro_compute::{
     device::CpuArithmetic,
-    experts::{ExpertChoice, PassKind},
+    experts::{ExpertChoice, PassSize},
 };
 use moestro_engine::{Finish, Handle, Request, Timings, collect};
 use moestro_model::model::{LoadOptions, Logits, Model, PassHooks, Qwen, QwenState, Rows, Snapshot};
@@ -113,7 +113,7 @@ pub fn record_routes(model: &Qwen) -> Arc<Mutex<Vec<Routes>>> {
     let routes = Arc::new(Mutex::new(vec![Routes::default(); model.config().layers]));
     let log = routes.clone();
     if let Some(store) = model.store() {
-        store.observe(Box::new(move |layer: usize, choice: &ExpertChoice<'_>, _: PassKind| {
+        store.observe(Box::new(move |layer: usize, choice: &ExpertChoice<'_>, _: PassSize| {
             if let Some(routes) = log.lock().unwrap().get_mut(layer) {
                 routes.k = choice.k;
                 routes.ids.extend_from_slice(choice.ids);

@@ -7,7 +7,7 @@ use crate::{
 use moestro_base::metrics::Metrics;
 use moestro_compute::{
     device::CommandQueue,
-    experts::{ExpertChoice, ExpertMap, ExpertSource, ExpertStore, Options, PIECES, PassKind, Piece},
+    experts::{ExpertChoice, ExpertMap, ExpertSource, ExpertStore, Options, PIECES, PassSize, Piece},
     ops::{Backend, GpuBackend},
 };
 use std::{
@@ -80,7 +80,7 @@ fn gpu_stays_awake_only_during_reads() {
     let launches_while_fetching = |id: u32, backend: &mut GpuBackend<Double>| {
         let before = commits(&control);
         let choice = ExpertChoice { ids: &[id], k: 1, logits: &[] };
-        let mut fetch = store.fetch(0, &choice, PassKind::Decode, backend).unwrap();
+        let mut fetch = store.fetch(0, &choice, PassSize::Small, backend).unwrap();
         while fetch.next(backend).unwrap().is_some() {}
         commits(&control) - before
     };

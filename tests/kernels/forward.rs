@@ -10,7 +10,7 @@ use common::{argmax, load_with};
 use moestro_base::metrics::Metrics;
 use moestro_compute::{
     device::CpuArithmetic,
-    experts::{ExpertChoice, PassKind, Prefetch, ReadMode},
+    experts::{ExpertChoice, PassSize, Prefetch, ReadMode},
     ops::{KvBits, KvFormat},
 };
 use moestro_model::model::{KvPage, LoadOptions, Model, PAGE, Qwen, Rows, Snapshot, StoreOptions};
@@ -237,7 +237,7 @@ fn read(chunk: usize) -> u64 {
     let prompt: Vec<u32> = cases().iter().flat_map(|case| case.prompt_ids.clone()).take(64).collect();
     let fetches = Arc::new(Mutex::new((Vec::new(), 0)));
     let log = fetches.clone();
-    model.store().unwrap().observe(Box::new(move |layer: usize, choice: &ExpertChoice<'_>, _: PassKind| {
+    model.store().unwrap().observe(Box::new(move |layer: usize, choice: &ExpertChoice<'_>, _: PassSize| {
         let (layers, asked) = &mut *log.lock().unwrap();
         layers.push(layer);
         *asked += choice.ids.iter().collect::<BTreeSet<_>>().len() as u64;

@@ -11,7 +11,7 @@ use crate::{
     host::Host,
 };
 use moestro_base::metrics::Metrics;
-use moestro_compute::experts::{ExpertChoice, PassKind};
+use moestro_compute::experts::{ExpertChoice, PassSize};
 use moestro_engine::{
     self as engine, DflashDraft, Draft, DraftPolicy, LookupDraft, ModelDraft, MtpDraft, Request, Sampling, Timings,
 };
@@ -60,7 +60,7 @@ fn router_logits(dir: &Path, ids: &[u32]) -> Vec<Vec<f32>> {
     let mut model = common::load_with(dir, options(true));
     let logits = Arc::new(Mutex::new(vec![Vec::new(); model.config().layers]));
     let log = logits.clone();
-    model.store().unwrap().observe(Box::new(move |layer: usize, choice: &ExpertChoice<'_>, _: PassKind| {
+    model.store().unwrap().observe(Box::new(move |layer: usize, choice: &ExpertChoice<'_>, _: PassSize| {
         log.lock().unwrap()[layer].extend_from_slice(choice.logits);
     }));
     let mut state = model.start().unwrap();

@@ -3,7 +3,7 @@
 
 use crate::shard::{self, Shard};
 use moestro_base::{metrics::Metrics, platform::os};
-use moestro_compute::experts::{ExpertStore, Options as StoreOptions, PassKind, ReadMode, WarmStart};
+use moestro_compute::experts::{ExpertStore, Options as StoreOptions, PassSize, ReadMode, WarmStart};
 use moestro_model::{
     checkpoint::pack,
     model::{CheckpointInfo, LoadOptions, Model, Qwen, Rows},
@@ -120,7 +120,7 @@ const LEN: usize = 1750;
 fn read_all(store: &ExpertStore, shard: &Shard) {
     for layer in 0..shard::LAYERS {
         for expert in 0..shard::EXPERTS {
-            assert_eq!(shard.take(store, layer, &[expert as u32], PassKind::Decode).unwrap(), 1);
+            assert_eq!(shard.take(store, layer, &[expert as u32], PassSize::Small).unwrap(), 1);
         }
     }
 }

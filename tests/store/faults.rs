@@ -5,7 +5,7 @@ use moestro_base::{error::StoreError, metrics::Metrics};
 use moestro_compute::{
     device::{CpuTimeline, SyncPoint},
     experts::{
-        ExpertChoice, ExpertMap, ExpertSource, ExpertStore, Options, PIECES, PassKind, Piece, Prefetch, ReadMode,
+        ExpertChoice, ExpertMap, ExpertSource, ExpertStore, Options, PIECES, PassSize, Piece, Prefetch, ReadMode,
         ShardFiles, WarmStart,
     },
 };
@@ -53,10 +53,10 @@ fn bytes() -> Vec<u8> {
 }
 
 /// Fetches experts and compares every byte with the file.
-fn fetch_and_compare(store: &ExpertStore, layer: usize, experts: &[u32], kind: PassKind) -> Result<(), StoreError> {
+fn fetch_and_compare(store: &ExpertStore, layer: usize, experts: &[u32], size: PassSize) -> Result<(), StoreError> {
     let map = map();
     let choice = ExpertChoice { ids: experts, k: experts.len(), logits: &[] };
-    let mut asked = store.fetch(layer, &choice, kind, &mut CpuTimeline)?;
+    let mut asked = store.fetch(layer, &choice, size, &mut CpuTimeline)?;
     let mut seen = 0;
     while let Some(batch) = asked.next(&mut CpuTimeline)? {
         for ready in batch.iter() {
@@ -77,8 +77,8 @@ fn assert_works(store: &ExpertStore) {
     for round in 0..4 {
         for layer in 0..LAYERS {
             let experts: Vec<u32> = (0..slots.min(EXPERTS)).map(|i| ((i + round) % EXPERTS) as u32).collect();
-            fetch_and_compare(store, layer, &experts, PassKind::Decode).unwrap();
-            fetch_and_compare(store, layer, &[0, 1, 2, 3, 4, 5], PassKind::Prefill).unwrap();
+            fetch_and_compare(store, layer, &experts, PassSize::Small).unwrap();
+            fetch_and_compare(store, layer, &[0, 1, 2, 3, 4, 5], PassSize::Large).unwrap();
         }
     }
 }
@@ -141,13 +141,13 @@ fn faulty_store(slots: usize) -> (ExpertStore, Arc<DiskFaults>, Arc<Metrics>) {
 #[test]
 fn unreadable_range_fails_only_its_request() {
     for slots in [3, 4, LAYERS * EXPERTS] {
-        for kind in [PassKind::Decode, PassKind::Prefill] {
+        for size in [PassSize::Small, PassSize::Large] {
             let (store, faults, metrics) = faulty_store(slots);
             let bad = map().layers[1][4][6];
             *faults.unreadable.lock().unwrap() = std::iter::once(bad.offset + 9..bad.offset + 10).collect();
             for _ in 0..10 {
-                fetch_and_compare(&store, 0, &[4, 1], kind).unwrap();
-                let error = fetch_and_compare(&store, 1, &[0, 4, 2], kind).unwrap_err();
+                fetch_and_compare(&store, 0, &[4, 1], size).unwrap();
+                let error = fetch_and_compare(&store, 1, &[0, 4, 2], size).unwrap_err();
                 let text = error.to_string();
                 let StoreError::Read { layer: 1, expert: 4, offset, len: LEN, source, .. } = error else {
                     panic!("{text}")
@@ -156,7 +156,7 @@ fn unreadable_range_fails_only_its_request() {
                 for part in ["layer 1", "expert 4", "model-00001-of-00001.safetensors", "offset"] {
                     assert!(text.contains(part), "{text}");
                 }
-                fetch_and_compare(&store, 1, &[5, 2], kind).unwrap();
+                fetch_and_compare(&store, 1, &[5, 2], size).unwrap();
             }
             assert_eq!(metrics.ssd_errors.get(), 10);
             faults.unreadable.lock().unwrap().clear();
@@ -180,9 +180,9 @@ fn failed_prefetch_fails_no_request() {
     let bad = map().layers[1][2][0];
     faults.unreadable.lock().unwrap().push(bad.offset..bad.offset + 1);
     for _ in 0..20 {
-        fetch_and_compare(&store, 0, &[0, 1], PassKind::Decode).unwrap();
-        store.prefetch(1, &[2], PassKind::Decode);
-        fetch_and_compare(&store, 1, &[0, 1], PassKind::Decode).unwrap();
+        fetch_and_compare(&store, 0, &[0, 1], PassSize::Small).unwrap();
+        store.prefetch(1, &[2], PassSize::Small);
+        fetch_and_compare(&store, 1, &[0, 1], PassSize::Small).unwrap();
     }
     assert!(metrics.ssd_errors.get() <= 20);
     faults.unreadable.lock().unwrap().clear();
@@ -239,9 +239,9 @@ fn modify_while_serving(modify: impl Fn(&Path, &ExpertStore)) {
             continue;
         }
         let store = open(&path, io).unwrap();
-        fetch_and_compare(&store, 0, &[0, 1], PassKind::Decode).unwrap();
+        fetch_and_compare(&store, 0, &[0, 1], PassSize::Small).unwrap();
         modify(&path, &store);
-        fetch_and_compare(&store, 0, &[0, 1], PassKind::Decode).expect("experts in memory stay usable");
+        fetch_and_compare(&store, 0, &[0, 1], PassSize::Small).expect("experts in memory stay usable");
     }
 }
 
@@ -250,7 +250,7 @@ fn truncation_while_serving_fails_affected_requests() {
     modify_while_serving(|path, store| {
         let last = map().layers[1][5][6];
         std::fs::OpenOptions::new().write(true).open(path).unwrap().set_len(last.offset + 1).unwrap();
-        let error = fetch_and_compare(store, 1, &[5], PassKind::Decode).unwrap_err();
+        let error = fetch_and_compare(store, 1, &[5], PassSize::Small).unwrap_err();
         assert!(matches!(error, StoreError::Read { layer: 1, expert: 5, .. }), "{error}");
     });
 }
@@ -260,7 +260,7 @@ fn modification_while_serving_fails_later_reads() {
     modify_while_serving(|path, store| {
         std::thread::sleep(std::time::Duration::from_millis(20));
         std::fs::OpenOptions::new().write(true).open(path).unwrap().write_all(&vec![0; size()]).unwrap();
-        let error = fetch_and_compare(store, 1, &[3], PassKind::Decode).unwrap_err();
+        let error = fetch_and_compare(store, 1, &[3], PassSize::Small).unwrap_err();
         assert!(error.to_string().contains("changed while it was being served"), "{error}");
     });
 }
@@ -289,7 +289,7 @@ fn only_streaming_store_saves_hot_list() {
         let source = Box::new(FaultySource(Arc::default()));
         let store = ExpertStore::with_source(source, map(), options, Metrics::new("0", "cpu")).unwrap();
         if asked {
-            fetch_and_compare(&store, 0, &[1, 2], PassKind::Decode).unwrap();
+            fetch_and_compare(&store, 0, &[1, 2], PassSize::Small).unwrap();
         }
         drop(store);
         assert_eq!(file.exists(), kept, "{slots} slots, asked: {asked}");

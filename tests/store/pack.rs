@@ -6,7 +6,7 @@ use moestro::{demo, tools::synth};
 use moestro_base::{error::StoreError, metrics::Metrics};
 use moestro_compute::{
     device::{CpuTimeline, SyncPoint},
-    experts::{ExpertChoice, ExpertStore, Options, PassKind, Prefetch, ReadMode},
+    experts::{ExpertChoice, ExpertStore, Options, PassSize, Prefetch, ReadMode},
 };
 use moestro_model::{
     checkpoint::pack,
@@ -152,28 +152,26 @@ fn damaged_record_is_rebuilt_from_checkpoint() {
         let metrics = Metrics::new("0", "cpu");
         (ExpertStore::open(pack.files, pack.map, options, metrics.clone()).unwrap(), metrics)
     };
-    for (io, kind) in [
-        (ReadMode::Buffered, PassKind::Decode),
-        (ReadMode::Auto, PassKind::Decode),
-        (ReadMode::Auto, PassKind::Prefill),
-    ] {
+    for (io, size) in
+        [(ReadMode::Buffered, PassSize::Small), (ReadMode::Auto, PassSize::Small), (ReadMode::Auto, PassSize::Large)]
+    {
         let (store, metrics) = open(io);
         let damaged = || (metrics.pack_damaged_records.get(), metrics.ssd_errors.get());
-        assert_eq!(shard.take(&store, 0, &[0, 1, 2, 3], kind).unwrap(), 4);
+        assert_eq!(shard.take(&store, 0, &[0, 1, 2, 3], size).unwrap(), 4);
         assert_eq!(damaged(), (0, 0));
         for round in 0..3 {
             for expert in 0..6 {
-                assert_eq!(shard.take(&store, 1, &[expert, (expert + 2) % 6], kind).unwrap(), 2);
+                assert_eq!(shard.take(&store, 1, &[expert, (expert + 2) % 6], size).unwrap(), 2);
                 assert!(round == 0 || damaged() == (6, 6), "a damaged record was read again: {:?}", damaged());
             }
         }
     }
 
     let (store, metrics) = open(ReadMode::Auto);
-    shard.take(&store, 1, &[5], PassKind::Decode).unwrap();
+    shard.take(&store, 1, &[5], PassSize::Small).unwrap();
     File::options().write(true).open(&shard.files[0]).unwrap().set_len(1000).unwrap();
     for expert in [2, 3, 2] {
-        let error = shard.take(&store, 1, &[expert], PassKind::Decode).unwrap_err();
+        let error = shard.take(&store, 1, &[expert], PassSize::Small).unwrap_err();
         let StoreError::Read { layer: 1, expert: found, .. } = &error else { panic!("{error}") };
         let text = error.to_string();
         assert_eq!(*found as u32, expert, "{text}");
@@ -181,7 +179,7 @@ fn damaged_record_is_rebuilt_from_checkpoint() {
         assert!(all.iter().all(|part| text.contains(part)), "{text}");
     }
     assert_eq!(metrics.pack_damaged_records.get(), 1, "a record that cannot be rebuilt is not marked");
-    assert_eq!(shard.take(&store, 0, &[1, 4], PassKind::Decode).unwrap(), 2, "the store still works");
+    assert_eq!(shard.take(&store, 0, &[1, 4], PassSize::Small).unwrap(), 2, "the store still works");
 }
 
 /// Fetches experts of a layer. Returns two numbers: the number of experts whose last returned bytes were correct, and
@@ -191,10 +189,10 @@ fn fetch_counting_wrong(
     store: &ExpertStore,
     layer: usize,
     ids: &[u32],
-    kind: PassKind,
+    size: PassSize,
 ) -> (usize, usize) {
     let choice = ExpertChoice { ids, k: ids.len(), logits: &[] };
-    let mut asked = store.fetch(layer, &choice, kind, &mut CpuTimeline).unwrap();
+    let mut asked = store.fetch(layer, &choice, size, &mut CpuTimeline).unwrap();
     let (mut right, mut wrong) = (std::collections::HashMap::new(), 0);
     while let Some(batch) = asked.next(&mut CpuTimeline).unwrap() {
         for landed in batch.iter() {
@@ -219,7 +217,7 @@ fn layer_ends_after_all_checksums_match() {
     pack::write(&shard.map, &shard.files, &out, &|_| ()).unwrap();
     damage(&out, 0, 1);
     let mut early = 0;
-    for (slots, kind) in [(2, PassKind::Decode), (4, PassKind::Decode), (11, PassKind::Prefill)] {
+    for (slots, size) in [(2, PassSize::Small), (4, PassSize::Small), (11, PassSize::Large)] {
         let pack = pack::find(shard.dir(), &shard.map, &shard.files).unwrap();
         let options = Options { pack_records: Some(pack.records), prefetch: Prefetch::On, ..Options::new(slots) };
         let metrics = Metrics::new("0", "cpu");
@@ -228,12 +226,12 @@ fn layer_ends_after_all_checksums_match() {
         for round in 0..3 {
             for expert in 0..6u32 {
                 let ids = [expert, (expert + 1) % 6];
-                store.prefetch(0, &[ids[1], (expert + 3) % 6], kind);
-                let (right, wrong) = fetch_counting_wrong(&shard, &store, 0, &ids, kind);
+                store.prefetch(0, &[ids[1], (expert + 3) % 6], size);
+                let (right, wrong) = fetch_counting_wrong(&shard, &store, 0, &ids, size);
                 assert_eq!(right, 2, "{slots} slots, round {round}: {ids:?}");
                 assert!(round == 0 || wrong == 0, "damaged records are known");
                 early += wrong;
-                let other = fetch_counting_wrong(&shard, &store, 1, &ids, kind);
+                let other = fetch_counting_wrong(&shard, &store, 1, &ids, size);
                 assert_eq!(other, (2, 0), "{slots} slots, round {round}: layer 1, {ids:?}");
             }
         }

@@ -4,7 +4,7 @@
 use moestro_base::error::StoreError;
 use moestro_compute::{
     device::{CpuTimeline, SyncPoint},
-    experts::{ExpertChoice, ExpertMap, ExpertStore, PIECES, PassKind, Piece},
+    experts::{ExpertChoice, ExpertMap, ExpertStore, PIECES, PassSize, Piece},
 };
 use std::{
     fs,
@@ -50,10 +50,10 @@ impl Shard {
         store: &ExpertStore,
         layer: usize,
         experts: &[u32],
-        kind: PassKind,
+        size: PassSize,
     ) -> Result<usize, StoreError> {
         let choice = ExpertChoice { ids: experts, k: experts.len(), logits: &[] };
-        let mut asked = store.fetch(layer, &choice, kind, &mut CpuTimeline)?;
+        let mut asked = store.fetch(layer, &choice, size, &mut CpuTimeline)?;
         let mut seen = 0;
         while let Some(batch) = asked.next(&mut CpuTimeline)? {
             for landed in batch.iter() {

@@ -1,13 +1,13 @@
 //! [`ExpertChoice`]: the router's output for one layer.
 
-/// The kind of forward pass that needs experts.
+/// How many experts of a layer a forward pass needs together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum PassKind {
-    /// A chunk of a prompt with several rows. It needs nearly every expert of a layer, so the number of reads in
-    /// progress is limited. Also a pass that decodes more rows than the slots have room for.
-    Prefill,
-    /// One row, or a few rows whose experts all fit in the slots. All missing experts are read at once.
-    Decode,
+pub enum PassSize {
+    /// The experts of one row, or of a few rows whose experts all fit in the slots. All missing experts are read at once.
+    Small,
+    /// The experts of a chunk of a prompt, which are nearly all of a layer, or of decoded rows that need more experts than
+    /// there are slots. The number of reads in progress is limited.
+    Large,
 }
 
 /// The experts that the router of a layer selected for some rows.

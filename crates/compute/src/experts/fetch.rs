@@ -1,7 +1,7 @@
 //! [`ExpertFetch`]: returns the experts of one layer in batches, in the order in which their bytes arrive.
 
 use super::{
-    choice::{ExpertChoice, PassKind},
+    choice::{ExpertChoice, PassSize},
     eviction::ExpertKey,
     pending::{PendingExpert, PendingExperts},
     read_plan::PIECES,
@@ -12,10 +12,10 @@ use crate::device::{SyncPoint, Timeline};
 use moestro_base::error::StoreError;
 use std::time::Instant;
 
-/// Maximum number of experts being read at the same time for a prefill. Reads are queued only between batches, so there
+/// Maximum number of experts being read at the same time for a large pass. Reads are queued only between batches, so there
 /// must be enough reads to keep the disk busy while a batch is computed. A larger window would evict more experts that
 /// decoding needs.
-const PREFILL_WINDOW: usize = 64;
+const READ_WINDOW: usize = 64;
 
 /// The experts of one layer. Created by [`ExpertStore::fetch`].
 ///
@@ -25,7 +25,7 @@ const PREFILL_WINDOW: usize = 64;
 pub struct ExpertFetch<'s> {
     store: &'s ExpertStore,
     layer: usize,
-    kind: PassKind,
+    size: PassSize,
     pending: PendingExperts,
 }
 
@@ -56,7 +56,7 @@ impl ExpertStore {
         &self,
         layer: usize,
         choice: &ExpertChoice<'_>,
-        kind: PassKind,
+        size: PassSize,
         device: &mut dyn Timeline,
     ) -> Result<ExpertFetch<'_>, StoreError> {
         if let Some(expert) = choice.ids.iter().find(|&&expert| self.key(layer, expert).is_none()) {
@@ -64,27 +64,27 @@ impl ExpertStore {
         }
         let state = &mut *self.state.borrow_mut();
         if let Some(observer) = &mut state.observer {
-            observer(layer, choice, kind);
+            observer(layer, choice, size);
         }
         let mut pending = state.spare_pending.pop().unwrap_or_default();
         pending.group(choice.ids);
         if !self.is_resident() {
             state.scores.update(layer, *choice);
         }
-        if kind == PassKind::Decode {
+        if size == PassSize::Small {
             state.prefetcher.start_layer(layer);
         }
         self.save_hot_experts_if_due(state);
         state.slots.advance(device.completed());
-        let mut fetch = ExpertFetch { store: self, layer, kind, pending };
+        let mut fetch = ExpertFetch { store: self, layer, size, pending };
         fetch.pin_hits(state);
         fetch.claim_slots(state);
         Ok(fetch)
     }
 
     /// Number of layers from `layer` on that a GPU can compute before the CPU reads the routers' choices.
-    pub fn layers_to_submit(&self, layer: usize, kind: PassKind) -> usize {
-        self.state.borrow().layer_hits.layers_to_submit(layer, self.wants_prefetch(kind))
+    pub fn layers_to_submit(&self, layer: usize, size: PassSize) -> usize {
+        self.state.borrow().layer_hits.layers_to_submit(layer, self.wants_prefetch(size))
     }
 
     /// The slots of the experts of `layer` for the device's table, if they have changed since the last call for this
@@ -249,7 +249,7 @@ impl ExpertFetch<'_> {
                 continue;
             }
             store.metrics.ssd_stall_seconds.inc_by(stalled);
-            if self.kind == PassKind::Decode {
+            if self.size == PassSize::Small {
                 state.prefetcher.count_stall(stalled);
             }
         }
@@ -266,11 +266,11 @@ impl ExpertFetch<'_> {
     fn pin_hits(&mut self, state: &mut StoreState) {
         let store = self.store;
         let metrics = &store.metrics;
-        let (hit, miss, prefetched) = match self.kind {
-            PassKind::Prefill => {
+        let (hit, miss, prefetched) = match self.size {
+            PassSize::Large => {
                 (&metrics.lookups_prefill_hit, &metrics.lookups_prefill_miss, &metrics.lookups_prefill_prefetched)
             }
-            PassKind::Decode => {
+            PassSize::Small => {
                 (&metrics.lookups_decode_hit, &metrics.lookups_decode_miss, &metrics.lookups_decode_prefetched)
             }
         };
@@ -308,20 +308,20 @@ impl ExpertFetch<'_> {
         miss.inc_by(misses);
         prefetched.inc_by(from_prefetch);
         metrics.prefetches_used.inc_by(from_prefetch);
-        if self.kind == PassKind::Decode {
+        if self.size == PassSize::Small {
             state.layer_hits.record(self.layer, misses + from_prefetch == 0 && are_on_device);
             state.prefetcher.count_reads(misses, from_prefetch);
         }
         store.release_unused_prefetches(state, self.layer);
     }
 
-    /// Claims slots for waiting experts until no slot is available or the prefill window is full.
+    /// Claims slots for waiting experts until no slot is available or the window of reads is full.
     fn claim_slots(&mut self, state: &mut StoreState) {
         let PendingExperts { waiting, in_slots, .. } = &mut self.pending;
         let mut limit = usize::MAX;
-        if self.kind == PassKind::Prefill {
+        if self.size == PassSize::Large {
             let reading = in_slots.iter().filter(|expert| state.slots.state(expert.slot) == SlotState::Reading).count();
-            limit = PREFILL_WINDOW.saturating_sub(reading);
+            limit = READ_WINDOW.saturating_sub(reading);
         }
         while limit > 0
             && let Some(wanted) = waiting.front()

@@ -5,8 +5,8 @@
 //! once per layer:
 //!
 //! ```text
-//! let mut fetch = store.fetch(layer, &ExpertChoice { ids, k, logits }, kind, device)?;    pins hits, reads misses
-//! store.prefetch(layer + 1, &guess, kind);                                               queued after the misses
+//! let mut fetch = store.fetch(layer, &ExpertChoice { ids, k, logits }, size, device)?;    pins hits, reads misses
+//! store.prefetch(layer + 1, &guess, size);                                               queued after the misses
 //! while let Some(batch) = fetch.next(device)? {                                           hits first, then arrivals
 //!     for ready in batch.iter() { .. expert, slot, assignments, pieces .. }               compute, or encode GPU work
 //!     batch.release_after(device.sync_point());                                           after the slots' last use
@@ -53,7 +53,7 @@ pub mod source;
 mod store;
 mod warm_start;
 
-pub use choice::{ExpertChoice, PassKind};
+pub use choice::{ExpertChoice, PassSize};
 pub use fetch::{ExpertFetch, ReadyBatch, ReadyExpert};
 pub use prefetch::Prefetch;
 pub use read_plan::{ExpertMap, LayerExperts, PIECES, Piece};

@@ -5,7 +5,7 @@
 //! next trial. The interval between trials doubles each time. Before the first trial, prefetching is on, since it helps
 //! most after a cold start.
 
-use super::{choice::PassKind, slot_table::SlotId};
+use super::{choice::PassSize, slot_table::SlotId};
 
 /// Whether to prefetch experts: the value of `--prefetch`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -78,12 +78,12 @@ impl Prefetcher {
         }
     }
 
-    /// True if experts should be prefetched for this kind of pass. A prefill needs nearly all experts, so predictions
-    /// for a prefill are almost always right. Trials apply to decoding only.
-    pub fn is_on(&self, kind: PassKind) -> bool {
-        let is_on = match kind {
-            PassKind::Prefill => self.setting != Prefetch::Off,
-            PassKind::Decode => self.is_on,
+    /// True if experts should be prefetched for a pass of this size. A prompt needs nearly all experts, so predictions
+    /// for a prompt are almost always right. Trials apply to decoding only.
+    pub fn is_on(&self, size: PassSize) -> bool {
+        let is_on = match size {
+            PassSize::Large => self.setting != Prefetch::Off,
+            PassSize::Small => self.is_on,
         };
         is_on && self.max_in_flight > 0
     }
@@ -161,9 +161,9 @@ mod tests {
             for layer in 0..2 {
                 prefetcher.start_layer(layer);
                 prefetcher.count_reads(4, 0);
-                prefetcher.count_stall(4.0 * if prefetcher.is_on(PassKind::Decode) { with } else { without });
+                prefetcher.count_stall(4.0 * if prefetcher.is_on(PassSize::Small) { with } else { without });
             }
-            on += usize::from(prefetcher.is_on(PassKind::Decode));
+            on += usize::from(prefetcher.is_on(PassSize::Small));
         }
         on
     }
@@ -182,16 +182,16 @@ mod tests {
     fn later_trial_can_change_the_setting() {
         let mut prefetcher = Prefetcher::new(Prefetch::Auto, 1000, 1 << 20);
         run(&mut prefetcher, 200, 1e-3, 0.5e-3);
-        assert!(!prefetcher.is_on(PassKind::Decode));
+        assert!(!prefetcher.is_on(PassSize::Small));
         run(&mut prefetcher, 2000, 0.5e-3, 1e-3);
-        assert!(prefetcher.is_on(PassKind::Decode));
+        assert!(prefetcher.is_on(PassSize::Small));
     }
 
     #[test]
     fn budget_limits_bytes_and_share_of_slots() {
         assert_eq!(Prefetcher::new(Prefetch::On, 10_000, 16 << 20).max_in_flight, 8);
         assert_eq!(Prefetcher::new(Prefetch::On, 16, 1 << 20).max_in_flight, 2);
-        assert!(!Prefetcher::new(Prefetch::On, 4, 1 << 20).is_on(PassKind::Decode));
+        assert!(!Prefetcher::new(Prefetch::On, 4, 1 << 20).is_on(PassSize::Small));
     }
 
     /// Expects a warm-up of 8 tokens. A trial of at least 16 tokens follows, until each setting has read 16 experts.
@@ -204,9 +204,9 @@ mod tests {
             for _ in 0..600 {
                 // The simulated model has one layer, so every call starts a token.
                 prefetcher.start_layer(0);
-                settings.push(prefetcher.is_on(PassKind::Decode));
+                settings.push(prefetcher.is_on(PassSize::Small));
                 prefetcher.count_reads(experts / 2, experts - experts / 2);
-                prefetcher.count_stall(if prefetcher.is_on(PassKind::Decode) { 0.97 } else { 1.0 });
+                prefetcher.count_stall(if prefetcher.is_on(PassSize::Small) { 0.97 } else { 1.0 });
             }
             assert!(settings[..8].iter().all(|on| *on));
             assert!(settings[8..7 + trial].iter().enumerate().all(|(token, on)| *on == (token % 2 == 1)), "{experts}");
@@ -220,7 +220,7 @@ mod tests {
         for setting in [Prefetch::On, Prefetch::Off] {
             let mut prefetcher = Prefetcher::new(setting, 1000, 1 << 20);
             assert_eq!(run(&mut prefetcher, 100, 1.0, 0.1), if setting == Prefetch::On { 100 } else { 0 });
-            assert_eq!(prefetcher.is_on(PassKind::Prefill), setting == Prefetch::On);
+            assert_eq!(prefetcher.is_on(PassSize::Large), setting == Prefetch::On);
         }
     }
 

@@ -1,7 +1,7 @@
 //! [`ExpertStore`]: holds the experts of one model in slots of one slab.
 
 use super::{
-    choice::{ExpertChoice, PassKind},
+    choice::{ExpertChoice, PassSize},
     eviction::{EvictionScores, ExpertKey},
     layer_hits::LayerHits,
     memory_pressure::{MemoryPressure, SlotChange, SlotCounts},
@@ -68,8 +68,8 @@ impl Options {
     }
 }
 
-/// Called at the start of every fetch with the layer, the router's choice and the kind of pass.
-pub type FetchObserver = Box<dyn FnMut(usize, &ExpertChoice<'_>, PassKind) + Send>;
+/// Called at the start of every fetch with the layer, the router's choice and the size of the pass.
+pub type FetchObserver = Box<dyn FnMut(usize, &ExpertChoice<'_>, PassSize) + Send>;
 
 /// A device that may use segments of the slab as buffers.
 pub trait SlotDevice: Timeline {
@@ -315,15 +315,15 @@ impl ExpertStore {
     }
 
     /// True if [`ExpertStore::prefetch`] has an effect. If false, the caller can skip the prediction.
-    pub fn wants_prefetch(&self, kind: PassKind) -> bool {
-        !self.is_resident() && self.state.borrow().prefetcher.is_on(kind)
+    pub fn wants_prefetch(&self, size: PassSize) -> bool {
+        !self.is_resident() && self.state.borrow().prefetcher.is_on(size)
     }
 
     /// Prefetches experts that `layer` will probably need next. `guess` lists the predicted experts of all rows.
     /// Experts that are predicted for more rows come first. Among experts predicted for equally many rows, the order of
     /// `guess` is kept. Stops when the byte budget is used up.
-    pub fn prefetch(&self, layer: usize, guess: &[u32], kind: PassKind) {
-        if !self.wants_prefetch(kind) {
+    pub fn prefetch(&self, layer: usize, guess: &[u32], size: PassSize) {
+        if !self.wants_prefetch(size) {
             return;
         }
         let state = &mut *self.state.borrow_mut();

@@ -179,7 +179,7 @@ pub fn run_rows(
         [(state, _)] => Chunk::new(&ids, state.len, RowPositions::new(state.next, state.len, &[])),
         _ => Chunk { sequences: &sequences, ..Chunk::new(&ids, 0, RowPositions::new(0, 0, &[])) },
     };
-    let chunk = Chunk { table_row, id_on_device, logits: 0..count, kind: parts.pass_kind(count), ..chunk };
+    let chunk = Chunk { table_row, id_on_device, logits: 0..count, size: parts.pass_size(count), ..chunk };
     let mut states: Vec<&mut QwenState> = rows.iter_mut().map(|(state, _)| &mut **state).collect();
     parts.run_pass(device, &mut states, chunk, None, SnapshotMarks::default(), logits)?;
     for state in states {

@@ -392,7 +392,7 @@ impl Qwen {
         }
         let chunk = Chunk {
             logits: 0..rows,
-            kind: self.parts.pass_kind(rows),
+            size: self.parts.pass_size(rows),
             commit: Commit::verify_after(before),
             ..Chunk::new(ids, state.len, RowPositions::new(state.next, state.len, &[]))
         };

@@ -19,7 +19,7 @@ use super::{
     weights::Mixer,
 };
 use crate::error::ModelError;
-use moestro_compute::experts::{ExpertStore, PassKind};
+use moestro_compute::experts::{ExpertStore, PassSize};
 use std::{ops::Range, sync::Arc};
 
 /// The states of all layers of several sequences that share buffers.
@@ -99,11 +99,11 @@ impl ModelParts {
         .collect()
     }
 
-    /// The kind of a pass that decodes a few rows. If there are enough slots for the experts of all rows, each expert
+    /// The size of a pass that decodes a few rows. If there are enough slots for the experts of all rows, each expert
     /// stays in its slot until its layer is computed.
-    pub fn pass_kind(&self, rows: usize) -> PassKind {
+    pub fn pass_size(&self, rows: usize) -> PassSize {
         let slots = self.store.as_ref().map_or(0, ExpertStore::slots);
-        if rows * self.config.experts_per_token() <= slots { PassKind::Decode } else { PassKind::Prefill }
+        if rows * self.config.experts_per_token() <= slots { PassSize::Small } else { PassSize::Large }
     }
 
     /// Adds the rows in the replay buffers, from an earlier verify, to the states of the delta nets.

@@ -3,7 +3,7 @@
 use super::{Checkpoint, EXPERTS, LAYERS, byte, checkpoint};
 use crate::{
     device::{CpuTimeline, DeviceError, SyncPoint, Timeline},
-    experts::{ExpertChoice, ExpertStore, Options, PassKind, Prefetch, ReadMode},
+    experts::{ExpertChoice, ExpertStore, Options, PassSize, Prefetch, ReadMode},
 };
 use moestro_base::metrics::Metrics;
 use std::time::Duration;
@@ -86,9 +86,9 @@ impl Timeline for LateDevice<'_> {
 }
 
 /// Fetches all experts of a choice and takes a sync point after every batch. Returns the expert of each assignment.
-fn take(device: &mut LateDevice, layer: usize, choice: &ExpertChoice, kind: PassKind) -> Vec<Option<u32>> {
+fn take(device: &mut LateDevice, layer: usize, choice: &ExpertChoice, size: PassSize) -> Vec<Option<u32>> {
     let mut experts = vec![None; choice.ids.len()];
-    let mut fetch = device.store.fetch(layer, choice, kind, device).unwrap();
+    let mut fetch = device.store.fetch(layer, choice, size, device).unwrap();
     while let Some(batch) = fetch.next(device).unwrap() {
         for ready in batch.iter() {
             device.work.push((layer, ready.expert, ready.slot.index()));
@@ -110,7 +110,7 @@ fn late_device_slots_are_reused_within_layer() {
         let mut device = LateDevice::new(&store, &checkpoint, is_eager);
         for layer in (0..LAYERS).cycle().take(20) {
             let choice = ExpertChoice { ids: &all, k: all.len(), logits: &[] };
-            let taken = take(&mut device, layer, &choice, PassKind::Prefill);
+            let taken = take(&mut device, layer, &choice, PassSize::Large);
             assert!(taken.iter().zip(&all).all(|(expert, id)| *expert == Some(*id)));
         }
         assert!(is_eager || device.waits > 0);
@@ -134,7 +134,7 @@ fn many_rows_read_each_expert_once() {
         let (store, metrics) = checkpoint.open(Options::new(slots));
         let mut device = LateDevice::new(&store, &checkpoint, false);
         for layer in 0..LAYERS {
-            let taken = take(&mut device, layer, &choice, PassKind::Decode);
+            let taken = take(&mut device, layer, &choice, PassSize::Small);
             assert!(taken.iter().zip(&ids).all(|(expert, id)| *expert == Some(*id)));
             let wanted = distinct.len() * (layer + 1);
             assert_eq!(metrics.lookups_decode_miss.get(), wanted as u64);
@@ -150,7 +150,7 @@ fn failed_device_ends_layer_without_losing_slots() {
     let mut device = LateDevice::new(&store, &checkpoint, false);
     device.is_broken = true;
     let choice = ExpertChoice { ids: &[0, 1, 2], k: 3, logits: &[] };
-    let mut fetch = store.fetch(0, &choice, PassKind::Decode, &mut device).unwrap();
+    let mut fetch = store.fetch(0, &choice, PassSize::Small, &mut device).unwrap();
     let error = loop {
         match fetch.next(&mut device) {
             Ok(Some(batch)) => batch.release_after(SyncPoint(1)),
@@ -164,7 +164,7 @@ fn failed_device_ends_layer_without_losing_slots() {
     device.work.push((0, 0, 0));
     device.done = 1;
     for layer in 0..LAYERS {
-        take(&mut device, layer, &choice, PassKind::Decode);
+        take(&mut device, layer, &choice, PassSize::Small);
     }
     assert_eq!(metrics.expert_slots_used.get(), 2);
 }
@@ -198,9 +198,9 @@ fn cpu_and_gpu_count_the_same_lookups() {
             let end = gpu.sync_point();
             gpu.wait_for(end).unwrap();
             let device: &mut dyn Timeline = if late { &mut gpu } else { &mut cpu };
-            let mut fetch = store.fetch(layer, &choice, PassKind::Decode, device).unwrap();
+            let mut fetch = store.fetch(layer, &choice, PassSize::Small, device).unwrap();
             let next = (layer + 1) % LAYERS;
-            store.prefetch(next, &token(at + usize::from(next == 0), next), PassKind::Decode);
+            store.prefetch(next, &token(at + usize::from(next == 0), next), PassSize::Small);
             let mut used = Vec::new();
             while let Some(batch) = fetch.next(device).unwrap() {
                 used.extend(batch.iter().map(|ready| (layer, ready.expert, ready.slot.index())));

@@ -3,7 +3,7 @@
 use super::{EXPERTS, LAYERS, checkpoint, row, take};
 use crate::{
     device::{CpuTimeline, DeviceError, SyncPoint, Timeline},
-    experts::{ExpertChoice, ExpertMap, ExpertStore, Options, PIECES, PassKind, SlotDevice},
+    experts::{ExpertChoice, ExpertMap, ExpertStore, Options, PIECES, PassSize, SlotDevice},
 };
 use moestro_base::platform::os::MemoryLevel;
 use std::time::{Duration, Instant};
@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 fn token(store: &ExpertStore, map: &ExpertMap, n: usize) {
     for layer in 0..LAYERS {
         let one = ((n * 5 + layer) % EXPERTS) as u32;
-        take(store, map, layer, &[one, (one + 3) % EXPERTS as u32], PassKind::Decode);
+        take(store, map, layer, &[one, (one + 3) % EXPERTS as u32], PassSize::Small);
     }
 }
 
@@ -183,7 +183,7 @@ fn slots_in_use_stay() {
     let checkpoint = checkpoint();
     let (store, _) = checkpoint.open(Options { min_slots: 1, ..Options::new(8) });
     let ids = [0, 1, 2, 3, 4, 5];
-    let mut fetch = store.fetch(0, &row(&ids), PassKind::Decode, &mut CpuTimeline).unwrap();
+    let mut fetch = store.fetch(0, &row(&ids), PassSize::Small, &mut CpuTimeline).unwrap();
     let mut seen = 0;
     while let Some(batch) = fetch.next(&mut CpuTimeline).unwrap() {
         seen += batch.len();
@@ -202,7 +202,7 @@ fn slots_in_use_stay() {
     }
     impl SlotDevice for PendingDevice {}
     let choice = ExpertChoice { ids: &ids, k: 6, logits: &[] };
-    let mut fetch = store.fetch(0, &choice, PassKind::Decode, &mut PendingDevice).unwrap();
+    let mut fetch = store.fetch(0, &choice, PassSize::Small, &mut PendingDevice).unwrap();
     while fetch.next(&mut PendingDevice).unwrap().is_some() {}
     fetch.release_after(PendingDevice.sync_point());
     store.adapt_to_memory(&mut PendingDevice);
@@ -210,5 +210,5 @@ fn slots_in_use_stay() {
     store.state.borrow_mut().slots.advance(SyncPoint(7));
     assert!(store.adapt_to_level(MemoryLevel::Short(1 << 40), Instant::now(), &mut PendingDevice));
     assert_eq!(store.slots(), 1);
-    take(&store, &checkpoint.map, 1, &[5], PassKind::Decode);
+    take(&store, &checkpoint.map, 1, &[5], PassSize::Small);
 }

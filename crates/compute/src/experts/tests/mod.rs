@@ -83,8 +83,8 @@ pub(super) fn row(ids: &[u32]) -> ExpertChoice<'_> {
 }
 
 /// Fetches experts of a layer and compares their bytes with the bytes in the files.
-pub(super) fn take(store: &ExpertStore, map: &ExpertMap, layer: usize, experts: &[u32], kind: PassKind) {
-    let mut fetch = store.fetch(layer, &row(experts), kind, &mut CpuTimeline).unwrap();
+pub(super) fn take(store: &ExpertStore, map: &ExpertMap, layer: usize, experts: &[u32], size: PassSize) {
+    let mut fetch = store.fetch(layer, &row(experts), size, &mut CpuTimeline).unwrap();
     let mut seen = vec![0; experts.len()];
     while let Some(batch) = fetch.next(&mut CpuTimeline).unwrap() {
         assert!(!batch.is_empty());
@@ -122,12 +122,12 @@ fn spans_need_experts_that_launches_can_read() {
     let (store, _) = checkpoint.open(Options::new(LAYERS * EXPERTS));
     let run = |mark: bool| {
         for layer in (0..LAYERS).cycle().take(16 * LAYERS) {
-            let mut fetch = store.fetch(layer, &row(&[1, 2]), PassKind::Decode, &mut CpuTimeline).unwrap();
+            let mut fetch = store.fetch(layer, &row(&[1, 2]), PassSize::Small, &mut CpuTimeline).unwrap();
             while let Some(batch) = fetch.next(&mut CpuTimeline).unwrap() {
                 batch.iter().filter(|_| mark).for_each(|ready| store.mark_on_device(ready.slot));
             }
         }
-        store.layers_to_submit(0, PassKind::Decode)
+        store.layers_to_submit(0, PassSize::Small)
     };
     assert_eq!([run(false), run(true)], [1, LAYERS]);
 }
@@ -143,12 +143,12 @@ fn every_read_mode_returns_the_files_bytes() {
                 for token in 0..20usize {
                     for layer in 0..LAYERS {
                         let one = ((token * 3 + layer) % EXPERTS) as u32;
-                        take(&store, &checkpoint.map, layer, &[one, (one + 3) % EXPERTS as u32], PassKind::Decode);
+                        take(&store, &checkpoint.map, layer, &[one, (one + 3) % EXPERTS as u32], PassSize::Small);
                     }
                 }
                 let all: Vec<u32> = (0..EXPERTS as u32).rev().collect();
                 for layer in 0..LAYERS {
-                    take(&store, &checkpoint.map, layer, &all, PassKind::Prefill);
+                    take(&store, &checkpoint.map, layer, &all, PassSize::Large);
                 }
             }
         }
@@ -185,9 +185,9 @@ fn metrics_count_exact_reads_and_bytes() {
         let reads: usize = expected.iter().map(|plan| plan.reads().len()).sum();
         let bytes: usize = expected.iter().flat_map(|plan| plan.reads()).map(|read| read.len).sum();
         let before = disk_bytes_read();
-        take(&store, &checkpoint.map, 0, &[0, 1], PassKind::Decode);
-        take(&store, &checkpoint.map, 0, &[1, 2, 3], PassKind::Prefill);
-        take(&store, &checkpoint.map, 0, &[0, 1, 2, 3], PassKind::Decode);
+        take(&store, &checkpoint.map, 0, &[0, 1], PassSize::Small);
+        take(&store, &checkpoint.map, 0, &[1, 2, 3], PassSize::Large);
+        take(&store, &checkpoint.map, 0, &[0, 1, 2, 3], PassSize::Small);
         assert_eq!(metrics.ssd_reads.get(), reads as u64);
         assert_eq!(metrics.ssd_read_bytes.get(), bytes as u64);
         assert_eq!(metrics.ssd_read_seconds.get_sample_count(), reads as u64);
@@ -195,7 +195,7 @@ fn metrics_count_exact_reads_and_bytes() {
         assert_eq!((metrics.lookups_prefill_miss.get(), metrics.lookups_prefill_hit.get()), (2, 1));
         assert_eq!((metrics.expert_slots.get(), metrics.expert_slots_used.get()), (4, 4));
         assert_eq!((metrics.expert_evictions.get(), metrics.ssd_errors.get()), (0, 0));
-        take(&store, &checkpoint.map, 1, &[0, 1, 2], PassKind::Decode);
+        take(&store, &checkpoint.map, 1, &[0, 1, 2], PassSize::Small);
         assert_eq!(metrics.expert_evictions.get(), 3);
         if io == ReadMode::Direct && !reads_are_counted(checkpoint.dir.path()) {
             println!("skipped: bytes from the disk, because the system does not count them here");
@@ -224,7 +224,7 @@ fn resident_store_reads_each_expert_once() {
     let read = metrics.ssd_read_bytes.get();
     assert_eq!(read, checkpoint.map.bytes());
     for layer in 0..LAYERS {
-        take(&store, &checkpoint.map, layer, &[7, 0, 3], PassKind::Decode);
+        take(&store, &checkpoint.map, layer, &[7, 0, 3], PassSize::Small);
     }
     assert_eq!(metrics.ssd_read_bytes.get(), read);
     assert_eq!(metrics.lookups_decode_miss.get(), 0);
@@ -244,7 +244,7 @@ fn heatmap_shows_experts_without_a_request() {
     assert_eq!(metrics.heatmap().layers(), ["00000000"; LAYERS]);
     assert!(store.adapt_to_level(MemoryLevel::Short(5 * store.slot_bytes() as u64), Instant::now(), &mut CpuTimeline));
     assert_eq!(shown(&metrics).iter().sum::<usize>(), LAYERS * EXPERTS - 5, "five slots were released");
-    take(&store, &checkpoint.map, 0, &(0..EXPERTS as u32).collect::<Vec<_>>(), PassKind::Decode);
+    take(&store, &checkpoint.map, 0, &(0..EXPERTS as u32).collect::<Vec<_>>(), PassSize::Small);
     assert_eq!(shown(&metrics)[0], EXPERTS);
     assert_eq!(shown(&metrics).iter().sum::<usize>(), LAYERS * EXPERTS - 5, "other experts were evicted");
 }
@@ -255,7 +255,7 @@ fn heatmap_shows_experts_of_warm_start() {
     let warm_start = Some(WarmStart { file: checkpoint.dir.path().join("hot.json"), identity: "a".into() });
     let options = Options { warm_start, ..Options::new(6) };
     let (store, _) = checkpoint.open(options.clone());
-    take(&store, &checkpoint.map, 1, &[2, 5], PassKind::Decode);
+    take(&store, &checkpoint.map, 1, &[2, 5], PassSize::Small);
     drop(store);
     let (store, metrics) = checkpoint.open(options);
     store.fill(&mut |_, _| {}).unwrap();
@@ -269,7 +269,7 @@ fn heatmap_shows_experts_of_warm_start() {
 fn too_few_slots_fail_one_fetch_only() {
     let checkpoint = checkpoint();
     let (store, _) = checkpoint.open(Options::new(3));
-    let mut fetch = store.fetch(0, &row(&[0, 1, 2, 3]), PassKind::Decode, &mut CpuTimeline).unwrap();
+    let mut fetch = store.fetch(0, &row(&[0, 1, 2, 3]), PassSize::Small, &mut CpuTimeline).unwrap();
     let error = loop {
         match fetch.next(&mut CpuTimeline) {
             Ok(Some(_)) => {}
@@ -279,9 +279,9 @@ fn too_few_slots_fail_one_fetch_only() {
     };
     assert!(error.to_string().contains("3 slots are too few"), "{error}");
     drop(fetch);
-    take(&store, &checkpoint.map, 1, &[4, 5, 6], PassKind::Decode);
-    assert!(store.fetch(0, &row(&[EXPERTS as u32]), PassKind::Decode, &mut CpuTimeline).is_err());
-    assert!(store.fetch(LAYERS, &row(&[0]), PassKind::Decode, &mut CpuTimeline).is_err());
+    take(&store, &checkpoint.map, 1, &[4, 5, 6], PassSize::Small);
+    assert!(store.fetch(0, &row(&[EXPERTS as u32]), PassSize::Small, &mut CpuTimeline).is_err());
+    assert!(store.fetch(LAYERS, &row(&[0]), PassSize::Small, &mut CpuTimeline).is_err());
 }
 
 #[test]
@@ -301,8 +301,8 @@ fn dropped_fetch_frees_its_slots() {
     let (store, _) = checkpoint.open(Options::new(3));
     for round in 0..50u32 {
         let wanted = [round % 8, (round + 1) % 8, (round + 2) % 8];
-        drop(store.fetch(0, &row(&wanted), PassKind::Decode, &mut CpuTimeline).unwrap());
-        take(&store, &checkpoint.map, 1, &[round % 8, (round + 4) % 8], PassKind::Decode);
+        drop(store.fetch(0, &row(&wanted), PassSize::Small, &mut CpuTimeline).unwrap());
+        take(&store, &checkpoint.map, 1, &[round % 8, (round + 4) % 8], PassSize::Small);
     }
 }
 
@@ -311,15 +311,15 @@ fn prefetched_experts_are_used() {
     let checkpoint = checkpoint();
     let options = Options { prefetch: Prefetch::On, ..Options::new(20) };
     let (store, metrics) = checkpoint.open(options);
-    assert!(store.wants_prefetch(PassKind::Decode));
-    take(&store, &checkpoint.map, 0, &[0], PassKind::Decode);
-    store.prefetch(1, &[5, 6, 7], PassKind::Decode);
-    take(&store, &checkpoint.map, 1, &[5, 2], PassKind::Decode);
+    assert!(store.wants_prefetch(PassSize::Small));
+    take(&store, &checkpoint.map, 0, &[0], PassSize::Small);
+    store.prefetch(1, &[5, 6, 7], PassSize::Small);
+    take(&store, &checkpoint.map, 1, &[5, 2], PassSize::Small);
     // The budget is an eighth of the slots: experts 5 and 6 were prefetched, but expert 7 was not.
     assert_eq!((metrics.lookups_decode_prefetched.get(), metrics.prefetches_used.get()), (1, 1));
     assert_eq!(metrics.lookups_decode_miss.get(), 2);
     for layer in [2, 0, 1, 2] {
-        take(&store, &checkpoint.map, layer, &[0, 1, 2, 3, 4, 5, 7], PassKind::Decode);
+        take(&store, &checkpoint.map, layer, &[0, 1, 2, 3, 4, 5, 7], PassSize::Small);
     }
     let used = metrics.prefetches_used.get();
     let wasted = metrics.prefetches_wasted.get();
@@ -333,8 +333,8 @@ fn warm_start_restores_hot_experts() {
     let options = Options { warm_start: Some(warm.clone()), ..Options::new(6) };
     let (store, _) = checkpoint.open(options.clone());
     for _ in 0..5 {
-        take(&store, &checkpoint.map, 0, &[1, 2], PassKind::Decode);
-        take(&store, &checkpoint.map, 2, &[3], PassKind::Decode);
+        take(&store, &checkpoint.map, 0, &[1, 2], PassSize::Small);
+        take(&store, &checkpoint.map, 2, &[3], PassSize::Small);
     }
     drop(store);
     let list: serde_json::Value = serde_json::from_slice(&std::fs::read(&warm.file).unwrap()).unwrap();
@@ -343,8 +343,8 @@ fn warm_start_restores_hot_experts() {
 
     let (store, metrics) = checkpoint.open(options.clone());
     store.fill(&mut |_, _| {}).unwrap();
-    take(&store, &checkpoint.map, 0, &[1, 2], PassKind::Decode);
-    take(&store, &checkpoint.map, 2, &[3, 4], PassKind::Decode);
+    take(&store, &checkpoint.map, 0, &[1, 2], PassSize::Small);
+    take(&store, &checkpoint.map, 2, &[3, 4], PassSize::Small);
     assert_eq!(metrics.expert_slots_used.get(), 4, "three hot experts and one miss");
     let plans = [(0, 1), (0, 2), (2, 3), (2, 4)]
         .map(|(layer, expert)| ReadPlan::new(&checkpoint.map.layers[layer][expert], store.reader.source().block()));
@@ -368,13 +368,13 @@ fn demand_reclaims_slots_of_warm_start() {
     let warm = WarmStart { file: checkpoint.dir.path().join("hot.json"), identity: "a".into() };
     let options = Options { warm_start: Some(warm), threads: 1, ..Options::new(6) };
     let (store, _) = checkpoint.open(options.clone());
-    take(&store, &checkpoint.map, 0, &[0, 1, 2, 3, 4, 5], PassKind::Decode);
+    take(&store, &checkpoint.map, 0, &[0, 1, 2, 3, 4, 5], PassSize::Small);
     drop(store);
     for _ in 0..20 {
         let (store, _) = checkpoint.open(options.clone());
         store.fill(&mut |_, _| {}).unwrap();
-        take(&store, &checkpoint.map, 1, &[0, 1, 2, 3, 4, 5], PassKind::Decode);
-        take(&store, &checkpoint.map, 0, &[5, 4, 3], PassKind::Decode);
+        take(&store, &checkpoint.map, 1, &[0, 1, 2, 3, 4, 5], PassSize::Small);
+        take(&store, &checkpoint.map, 0, &[5, 4, 3], PassSize::Small);
     }
 }
 
@@ -404,7 +404,7 @@ fn direct_reads_bypass_the_page_cache() {
     let (store, _) = checkpoint.open(Options { io: ReadMode::Direct, ..Options::new(4) });
     let all: Vec<u32> = (0..EXPERTS as u32).collect();
     for layer in 0..LAYERS {
-        take(&store, &checkpoint.map, layer, &all, PassKind::Prefill);
+        take(&store, &checkpoint.map, layer, &all, PassSize::Large);
     }
     for path in checkpoint.files() {
         assert_eq!(cached(&path), 0, "{}", path.display());
@@ -419,10 +419,10 @@ fn prefill_window_limits_concurrent_reads() {
     let expert = |n: u64| std::array::from_fn(|i| Piece { file: 0, offset: n * 64, len: if i == 0 { 64 } else { 0 } });
     let map = ExpertMap { layers: vec![(0..200).map(expert).collect()] };
     let all: Vec<u32> = (0..200).collect();
-    for (kind, most) in [(PassKind::Prefill, 64), (PassKind::Decode, 150)] {
+    for (size, most) in [(PassSize::Large, 64), (PassSize::Small, 150)] {
         let metrics = Metrics::new("0", "cpu");
         let store = ExpertStore::open(vec![file.clone()], map.clone(), Options::new(150), metrics.clone()).unwrap();
-        let fetch = store.fetch(0, &row(&all), kind, &mut CpuTimeline).unwrap();
-        assert_eq!((metrics.expert_slots_used.get(), fetch.len()), (most, 200), "{kind:?}");
+        let fetch = store.fetch(0, &row(&all), size, &mut CpuTimeline).unwrap();
+        assert_eq!((metrics.expert_slots_used.get(), fetch.len()), (most, 200), "{size:?}");
     }
 }

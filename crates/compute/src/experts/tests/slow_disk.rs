@@ -6,7 +6,7 @@ use super::{
 };
 use crate::{
     device::CpuTimeline,
-    experts::{ExpertFetch, ExpertMap, ExpertStore, Options, PIECES, PassKind, Piece, Prefetch},
+    experts::{ExpertFetch, ExpertMap, ExpertStore, Options, PIECES, PassSize, Piece, Prefetch},
 };
 use moestro_base::metrics::Metrics;
 use std::{ops::Deref, sync::Arc};
@@ -63,17 +63,17 @@ fn pages(permits: &ReadPermits, reads: usize) -> Vec<u64> {
 #[test]
 fn running_prefetch_keeps_its_slot() {
     let (store, permits, metrics) = store();
-    store.prefetch(1, &[0, 1], PassKind::Decode);
+    store.prefetch(1, &[0, 1], PassSize::Small);
     assert_eq!(pages(&permits, 1), [20], "one expert is being read, the other is queued");
     let most: Vec<u32> = (0..14).collect();
-    let first = store.fetch(0, &row(&most), PassKind::Decode, &mut CpuTimeline).unwrap();
+    let first = store.fetch(0, &row(&most), PassSize::Small, &mut CpuTimeline).unwrap();
     assert_eq!(metrics.expert_slots_used.get(), 16);
-    let second = store.fetch(0, &row(&[14]), PassKind::Decode, &mut CpuTimeline).unwrap();
+    let second = store.fetch(0, &row(&[14]), PassSize::Small, &mut CpuTimeline).unwrap();
     let has = |layer, expert| store.slot_of(layer, expert).is_some();
     assert_eq!((has(1, 0), has(1, 1), has(0, 14)), (true, false, true));
     permits.allow(100);
     assert_eq!((drain(first, 0), drain(second, 0)), (14, 1));
-    assert_eq!(drain(store.fetch(1, &row(&[0]), PassKind::Decode, &mut CpuTimeline).unwrap(), 1), 1);
+    assert_eq!(drain(store.fetch(1, &row(&[0]), PassSize::Small, &mut CpuTimeline).unwrap(), 1), 1);
     assert_eq!(
         (metrics.lookups_decode_prefetched.get(), pages(&permits, 16).len()),
         (1, 16),
@@ -84,9 +84,9 @@ fn running_prefetch_keeps_its_slot() {
 #[test]
 fn unused_running_prefetch_stays_in_memory() {
     let (store, permits, metrics) = store();
-    store.prefetch(1, &[0, 1], PassKind::Decode);
+    store.prefetch(1, &[0, 1], PassSize::Small);
     assert_eq!(pages(&permits, 1), [20]);
-    let fetch = store.fetch(1, &row(&[2]), PassKind::Decode, &mut CpuTimeline).unwrap();
+    let fetch = store.fetch(1, &row(&[2]), PassSize::Small, &mut CpuTimeline).unwrap();
     assert!(store.slot_of(1, 0).is_some() && store.slot_of(1, 1).is_none(), "the queued prefetch is cancelled");
     permits.allow(100);
     assert_eq!(drain(fetch, 1), 1);
@@ -94,7 +94,7 @@ fn unused_running_prefetch_stays_in_memory() {
         std::thread::yield_now();
     }
     assert!(store.slot_of(1, 0).is_some());
-    let reads = drain(store.fetch(1, &row(&[0, 2]), PassKind::Decode, &mut CpuTimeline).unwrap(), 1);
+    let reads = drain(store.fetch(1, &row(&[0, 2]), PassSize::Small, &mut CpuTimeline).unwrap(), 1);
     assert_eq!((reads, pages(&permits, 2)), (2, vec![20, 22]));
     assert_eq!((metrics.lookups_decode_hit.get(), metrics.prefetches_used.get()), (1, 1));
 }

@@ -24,7 +24,7 @@ use crate::{
     model::{state::sequence::LayerState, weights::Network},
 };
 use moestro_compute::{
-    experts::{ExpertChoice, ExpertStore, PassKind},
+    experts::{ExpertChoice, ExpertStore, PassSize},
     ops::{MoeWeights, NO_SLOT},
 };
 use std::ops::Range;
@@ -44,8 +44,8 @@ pub fn layer_count(index: usize, pass: &Pass<'_>, hooks: &LayerHooks<'_>) -> usi
     // Other residual streams, tables and caches would need kernels with a skip flag.
     let is_simple = config.streams.is_none() && config.ngrams.is_empty() && config.indexer.is_none();
     let is_short = pass.rows() <= pass.limits.max_slot_table_rows && !chunk.half && hooks.marks.rows.is_empty();
-    match chunk.kind {
-        PassKind::Decode if is_simple && is_short => experts.layers_to_submit(index, chunk.kind),
+    match chunk.size {
+        PassSize::Small if is_simple && is_short => experts.layers_to_submit(index, chunk.size),
         _ => 1,
     }
 }
@@ -172,7 +172,7 @@ pub fn report_choices(net: &Network, pass: &mut Pass<'_>) -> Result<(), ModelErr
         let weights = moe_weights(net, index)?;
         let scratch = read_route(index, weights, pass);
         let choice = ExpertChoice { ids: &scratch.ids, k: weights.k, logits: &scratch.logits };
-        let mut fetch = experts.fetch(index, &choice, pass.chunk.kind, &mut *pass.backend)?;
+        let mut fetch = experts.fetch(index, &choice, pass.chunk.size, &mut *pass.backend)?;
         while fetch.next(&mut *pass.backend)?.is_some() {}
         fetch.release_after(pass.backend.sync_point());
         pass.scratch.moe = scratch;

@@ -49,8 +49,8 @@ pub fn forward(
         return from_table(layer, routed, pass);
     }
 
-    let kind = pass.chunk.kind;
-    let next = next.filter(|_| experts.wants_prefetch(kind));
+    let size = pass.chunk.size;
+    let next = next.filter(|_| experts.wants_prefetch(size));
     let mut scratch = std::mem::take(&mut pass.scratch.moe);
     if let Some(next) = next.filter(|_| limits.is_async) {
         // The prediction is encoded after the router. Reading the prediction waits for both, so reading the router's
@@ -100,10 +100,10 @@ pub fn fetch_and_run(
     mut scratch: MoeScratch,
 ) -> Result<(), ModelError> {
     let layer = combine.layer;
-    let kind = pass.chunk.kind;
+    let size = pass.chunk.size;
     let limits = pass.limits;
     let choice = ExpertChoice { ids: &scratch.ids, k: layer.k, logits: &scratch.logits };
-    let mut fetch = experts.fetch(index, &choice, kind, &mut *pass.backend)?;
+    let mut fetch = experts.fetch(index, &choice, size, &mut *pass.backend)?;
 
     // Prefetched reads queue after this layer's own reads, and run while this layer's experts and the next mixer
     // compute.
@@ -111,7 +111,7 @@ pub fn fetch_and_run(
         if !limits.is_async {
             predict(index + 1, next, pass, &mut scratch.predicted)?;
         }
-        experts.prefetch(index + 1, &scratch.predicted, kind);
+        experts.prefetch(index + 1, &scratch.predicted, size);
     }
 
     // Compute each expert when its read completes, then sum the results. Slots that were not released after their batch

@@ -18,7 +18,7 @@ use crate::{
 };
 use moestro_compute::{
     device::Region,
-    experts::{ExpertStore, PassKind},
+    experts::{ExpertStore, PassSize},
     ops::{
         AttentionShape, Backend, BackendLimits, ExpertSlots, Linear, Norm, Op, ReadStreams, SequenceRows, StreamMix,
         Weight, WriteStreams,
@@ -44,9 +44,9 @@ pub struct Chunk<'a> {
     pub id_on_device: bool,
     /// The rows whose logits the caller wants.
     pub logits: Range<usize>,
-    /// The expert cache treats passes differently: a prompt uses nearly every expert once, and decoding uses the
+    /// The expert cache treats passes differently: a large one uses nearly every expert once, and a small one uses the
     /// experts of earlier tokens again.
-    pub kind: PassKind,
+    pub size: PassSize,
     /// True if the matrix products may use half precision. Only set for a pass with several rows of a prompt.
     pub half: bool,
     pub commit: Commit,
@@ -64,7 +64,7 @@ impl<'a> Chunk<'a> {
             table_row: None,
             id_on_device: false,
             logits: 0..0,
-            kind: if ids.len() == 1 { PassKind::Decode } else { PassKind::Prefill },
+            size: if ids.len() == 1 { PassSize::Small } else { PassSize::Large },
             half: false,
             commit: Commit::Now,
         }
