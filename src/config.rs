@@ -13,6 +13,7 @@ use crate::cli::{
     model_args::{DraftArgs, LoadArgs},
     values,
 };
+use moestro_base::platform::os;
 use moestro_engine::DraftPolicy;
 use moestro_model::plan::Parallel;
 use std::{
@@ -53,13 +54,9 @@ pub fn hub_id(text: &str) -> &str {
     path[..end.unwrap_or(path.len())].trim_end_matches('/')
 }
 
-/// Expands `~` and `~/...`, because a shell does not expand them in environment variables and quoted words.
-pub fn expand(text: &str) -> PathBuf {
-    let rest = match text.strip_prefix('~') {
-        Some(rest) if rest.is_empty() || rest.starts_with('/') => rest.trim_start_matches('/'),
-        _ => return text.into(),
-    };
-    env::home_dir().map_or_else(|| text.into(), |home| home.join(rest))
+/// Expands `~` and variables in a path.
+pub fn expand(path: impl AsRef<OsStr>) -> PathBuf {
+    os::expand_path(path.as_ref(), |name| env::var_os(name), env::home_dir().as_deref())
 }
 
 /// Minimum similarity of a name that is suggested for an unknown name: `foo` is no mistake for `log-format` (0.66).
@@ -352,8 +349,6 @@ mod tests {
         let home = env::home_dir().unwrap();
         assert_eq!(expand("~/models/x"), home.join("models/x"));
         assert_eq!(expand("~"), home);
-        assert_eq!(expand("~other/x"), PathBuf::from("~other/x"));
-        assert_eq!(expand("/a/~"), PathBuf::from("/a/~"));
     }
 
     #[test]

@@ -57,7 +57,7 @@ impl CatalogEntry {
 
 /// The user's model directory.
 pub fn models_dir(flag: Option<&Path>) -> Option<PathBuf> {
-    flag.map(Path::to_path_buf).or_else(|| Some(os::data_dir()?.join("models")))
+    flag.map(config::expand).or_else(|| Some(os::data_dir()?.join("models")))
 }
 
 /// All models. If two models have the same name, only the first is listed.

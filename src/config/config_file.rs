@@ -383,7 +383,7 @@ fn source_of_error(
 /// `moestro/moestro.toml` in the user's configuration directory.
 fn default_path() -> Option<PathBuf> {
     let is_absolute = |path: &PathBuf| path.is_absolute();
-    let set = |name| env::var_os(name).map(PathBuf::from).filter(is_absolute);
+    let set = |name| env::var_os(name).map(super::expand).filter(is_absolute);
     let base = set("XDG_CONFIG_HOME").or_else(|| Some(env::home_dir().filter(is_absolute)?.join(".config")))?;
     Some(base.join("moestro/moestro.toml"))
 }

@@ -2,7 +2,7 @@
 //! override these values, and a request overrides both.
 
 use crate::cli;
-use moestro_base::{error::StoreError, platform::read_small_file};
+use moestro_base::{error::StoreError, platform::read_json_file};
 use serde_json::Value;
 use std::{io, path::Path};
 
@@ -107,7 +107,7 @@ const MAX_BYTES: u64 = 32 << 20;
 
 /// Reads a JSON object from a file. `None` if the file does not exist.
 pub fn json(path: &Path) -> Result<Option<Value>, StoreError> {
-    let text = match read_small_file(path, MAX_BYTES) {
+    let text = match read_json_file(path, MAX_BYTES) {
         Ok(text) => text,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         Err(source) => return Err(StoreError::Io { path: path.into(), source }),

@@ -128,6 +128,16 @@ fn template_is_found_in_all_files() {
         config(json!({"chat_template": "eight"}));
         assert_eq!(render(&load().unwrap(), &case).unwrap(), "eight");
     }
+    // As in Python, every line ends with a line feed.
+    let lines = "{% set x = 1 %}\n\n a{{ x }}\n{%- if x %}\n  b\n{% endif %}\n";
+    for (source, config_source) in [(format!("\u{feff}{lines}"), ""), (String::new(), lines)] {
+        let rendered = ["\n", "\r\n", "\r"].map(|end| {
+            fs::write(dir.path().join("chat_template.jinja"), source.replace('\n', end)).unwrap();
+            config(json!({"chat_template": config_source.replace('\n', end)}));
+            render(&load().unwrap(), &case).unwrap()
+        });
+        assert_eq!(rendered, ["\n a1  b\n"; 3]);
+    }
     fs::write(dir.path().join("chat_template.jinja"), "{% if %}").unwrap();
     assert!(matches!(load(), Err(ChatError::Template(_))));
 }

@@ -490,6 +490,47 @@ fn missing_shard_is_named() {
     }
 }
 
+/// Writes a JSON file in another spelling. Bits of `spelling`: a byte order mark, decimals for whole numbers, keys with
+/// Python's numbers, and line ends of Windows.
+fn respell(path: &Path, spelling: usize) {
+    let mut json: Value = serde_json::from_slice(&fs::read(path).unwrap()).unwrap();
+    let has = |bit: usize| spelling >> bit & 1 == 1;
+    if has(1) {
+        add_decimals(&mut json);
+    }
+    json["unused"] = "@".into();
+    let mut text = serde_json::to_string_pretty(&json).unwrap();
+    text = text.replace("\"@\"", if has(2) { "[NaN, Infinity, -Infinity]" } else { "0" });
+    if has(3) {
+        text = text.replace('\n', "\r\n");
+    }
+    fs::write(path, if has(0) { format!("\u{feff}{text}") } else { text }).unwrap();
+}
+
+fn add_decimals(json: &mut Value) {
+    match json {
+        Value::Number(number) => *json = number.as_f64().into(),
+        Value::Array(items) => items.iter_mut().for_each(add_decimals),
+        Value::Object(fields) => fields.values_mut().for_each(add_decimals),
+        _ => {}
+    }
+}
+
+#[test]
+fn spellings_of_json_give_same_logits() {
+    for name in ["affine4", "bf16"] {
+        let mut layout = Layout::of(name);
+        let known = layout.logits();
+        let index = layout.divide("model", 2).into_iter();
+        layout.index = Some(index.map(|(tensor, file)| (tensor, format!("./{file}"))).collect());
+        for spelling in 0..16 {
+            let dir = layout.written();
+            [INDEX, "config.json"].iter().for_each(|file| respell(&dir.path().join(file), spelling));
+            assert!(logits(dir.path()) == known, "{name}: {spelling}");
+        }
+    }
+}
+
 /// Changes the files of the demo and returns the answer to a question.
 fn answer(change: impl FnOnce(&Path)) -> String {
     let dir = tempfile::tempdir().unwrap();
@@ -533,6 +574,21 @@ fn template_of_older_processor_is_used() {
         fs::write(dir.join("chat_template.json"), json!({"chat_template": template}).to_string()).unwrap();
         edit_json(&dir.join("tokenizer_config.json"), |json| _ = json.as_object_mut().unwrap().remove("chat_template"));
         fs::write(dir.join("generation_config.json"), "[1]").unwrap();
+    });
+    assert_eq!(found, "12 + 7 = 19.\n");
+}
+
+#[test]
+fn spellings_of_all_files_give_same_answer() {
+    let found = answer(|dir| {
+        for name in ["config.json", "generation_config.json", "tokenizer_config.json"] {
+            respell(&dir.join(name), 15);
+        }
+        // The order of its keys matters.
+        let tokenizer = fs::read_to_string(dir.join("tokenizer.json")).unwrap();
+        fs::write(dir.join("tokenizer.json"), format!("\u{feff}{tokenizer}")).unwrap();
+        let template = fs::read_to_string(dir.join("chat_template.jinja")).unwrap();
+        fs::write(dir.join("chat_template.jinja"), format!("\u{feff}{}", template.replace('\n', "\r\n"))).unwrap();
     });
     assert_eq!(found, "12 + 7 = 19.\n");
 }

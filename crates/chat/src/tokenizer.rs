@@ -4,6 +4,7 @@ mod cuts;
 
 use crate::error::ChatError;
 use cuts::{Cuts, MIN_PIECE};
+use moestro_base::platform::read_json_file;
 use serde_json::Value;
 use std::path::Path;
 
@@ -28,6 +29,9 @@ pub struct Tokenizer {
     longest_token: Option<usize>,
 }
 
+/// Maximum size of `tokenizer.json` in bytes. That of Qwen3.5 has 13 million bytes.
+const MAX_BYTES: u64 = 1 << 30;
+
 /// Highest plausible token id. A file with a higher id is damaged.
 const MAX_ID: u32 = 1 << 24;
 
@@ -36,7 +40,7 @@ impl Tokenizer {
     pub fn load(dir: &Path) -> Result<Self, ChatError> {
         let path = dir.join("tokenizer.json");
         let failed = |why: String| ChatError::File { path: path.clone(), why };
-        let file = std::fs::read(&path).map_err(|e| failed(e.to_string()))?;
+        let file = read_json_file(&path, MAX_BYTES).map_err(|e| failed(e.to_string()))?;
         let mut encoder = tokenizers::Tokenizer::from_bytes(&file).map_err(|e| failed(e.to_string()))?;
         if !matches!(encoder.get_decoder(), Some(tokenizers::DecoderWrapper::ByteLevel(_))) {
             return Err(failed("only byte-level BPE tokenizers are supported".into()));

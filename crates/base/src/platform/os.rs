@@ -23,7 +23,7 @@ pub use process::{
     raise_descriptor_limit, resident_memory, wired_memory,
 };
 pub use thread_priority::{background_thread, interactive_thread};
-pub use user_dirs::{cache_dir, data_dir, state_dir};
+pub use user_dirs::{cache_dir, data_dir, expand_path, state_dir};
 
 use std::{io, path::Path};
 

@@ -6,7 +6,7 @@
 //! used for all other conversations.
 
 use crate::error::ChatError;
-use moestro_base::platform::read_small_file;
+use moestro_base::platform::{read_json_file, read_small_file};
 use serde_json::Value as Json;
 use std::{
     collections::BTreeMap,
@@ -63,10 +63,12 @@ fn add_all(sources: &mut BTreeMap<String, String>, chat_template: &Json) {
     }
 }
 
-/// Adds a template. An empty text is no template.
+/// Adds a template. An empty text is no template. As in Python, a byte order mark is no text, and every line ends with a
+/// line feed.
 fn add(sources: &mut BTreeMap<String, String>, name: &str, source: Option<&str>) {
     if let Some(source) = source.filter(|source| !source.trim().is_empty()) {
-        sources.insert(name.to_owned(), source.to_owned());
+        let source = source.trim_start_matches('\u{feff}').replace("\r\n", "\n").replace('\r', "\n");
+        sources.insert(name.to_owned(), source);
     }
 }
 
@@ -79,16 +81,21 @@ fn further_templates(dir: &Path) -> Vec<PathBuf> {
 
 /// The JSON value in a file. Null if the file does not exist.
 fn read_json(path: PathBuf) -> Result<Json, ChatError> {
-    let Some(text) = read_text(&path)? else { return Ok(Json::Null) };
-    serde_json::from_str(&text).map_err(|error| ChatError::File { path, why: error.to_string() })
+    let Some(text) = existing(&path, read_json_file(&path, MAX_BYTES))? else { return Ok(Json::Null) };
+    serde_json::from_slice(&text).map_err(|error| ChatError::File { path, why: error.to_string() })
 }
 
 /// The text of a file. `None` if the file does not exist.
 fn read_text(path: &Path) -> Result<Option<String>, ChatError> {
-    let text = match read_small_file(path, MAX_BYTES) {
-        Ok(bytes) => String::from_utf8(bytes).map_err(|error| error.to_string()),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        Err(error) => Err(error.to_string()),
-    };
-    text.map(Some).map_err(|why| ChatError::File { path: path.to_owned(), why })
+    let text = existing(path, read_small_file(path, MAX_BYTES))?.map(String::from_utf8).transpose();
+    text.map_err(|error| ChatError::File { path: path.to_owned(), why: error.to_string() })
+}
+
+/// The bytes that were read from a file. `None` if the file does not exist.
+fn existing(path: &Path, read: io::Result<Vec<u8>>) -> Result<Option<Vec<u8>>, ChatError> {
+    match read {
+        Ok(bytes) => Ok(Some(bytes)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(ChatError::File { path: path.to_owned(), why: error.to_string() }),
+    }
 }

@@ -3,7 +3,7 @@
 //! The index file names the shards, but converters often copy the index of the model that they converted. Such an index
 //! names files that are not there. If other files are complete, they are used, as in transformers and mlx-lm.
 
-use moestro_base::{error::StoreError, platform::read_small_file};
+use moestro_base::{error::StoreError, platform::read_json_file};
 use serde::Deserialize;
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -170,13 +170,13 @@ pub fn listed_files(dir: &Path) -> Result<BTreeSet<String>, StoreError> {
         weight_map: BTreeMap<String, String>,
     }
     let path = dir.join(INDEX);
-    let text = match read_small_file(&path, MAX_INDEX_BYTES) {
+    let text = match read_json_file(&path, MAX_INDEX_BYTES) {
         Ok(text) => text,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(BTreeSet::new()),
         Err(error) => return Err(StoreError::at(&path)(error)),
     };
     let names: BTreeSet<String> = match serde_json::from_slice::<ShardIndex>(&text) {
-        Ok(index) => index.weight_map.into_values().collect(),
+        Ok(index) => index.weight_map.into_values().map(|name| name.trim_start_matches("./").to_owned()).collect(),
         Err(error) => {
             tracing::warn!(file = %path.display(), %error, "cannot read the index; using the weight files that exist");
             return Ok(BTreeSet::new());

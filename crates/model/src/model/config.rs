@@ -2,7 +2,7 @@
 
 use super::ngram_hash::NgramShape;
 use crate::error::ModelError;
-use moestro_base::{error::StoreError, platform::read_small_file};
+use moestro_base::{error::StoreError, platform::read_json_file};
 use moestro_compute::ops::{
     AttentionShape, DeltaShape, IndexerShape, KvFormat, OutputGate, StreamShape, attention::PAGE,
 };
@@ -205,7 +205,7 @@ impl Config {
 /// Reads and parses the `config.json` of a directory.
 pub fn json(dir: &Path) -> Result<Value, ModelError> {
     let path = dir.join("config.json");
-    let text = read_small_file(&path, MAX_BYTES).map_err(StoreError::at(&path))?;
+    let text = read_json_file(&path, MAX_BYTES).map_err(StoreError::at(&path))?;
     serde_json::from_slice(&text).map_err(|error| ModelError::Config(error.to_string()))
 }
 

@@ -4,7 +4,7 @@
 //!
 //! Names from a hub are validated before they become parts of paths.
 
-use moestro_base::platform::{atomic_file::replace_file, read_small_file};
+use moestro_base::platform::{atomic_file::replace_file, os, read_small_file};
 use std::{
     collections::BTreeSet,
     env,
@@ -33,10 +33,8 @@ impl HubPaths {
 
     fn new(variable: impl Fn(&str) -> Option<OsString>, user: Option<&Path>) -> Option<Self> {
         let set = |name| {
-            let path = PathBuf::from(variable(name).filter(|value| !value.is_empty())?);
-            // A shell does not expand `~` in a quoted value or in a configuration file of a service.
-            let in_home = path.strip_prefix("~").ok().and_then(|rest| Some(user?.join(rest)));
-            Some(in_home.unwrap_or(path))
+            let path = variable(name).filter(|value| !value.is_empty())?;
+            Some(os::expand_path(&path, &variable, user))
         };
         let caches = || set("XDG_CACHE_HOME").or_else(|| Some(user?.join(".cache")));
         let home = set("HF_HOME").or_else(|| Some(caches()?.join("huggingface")));
@@ -183,9 +181,10 @@ mod tests {
     fn variables_have_huggingface_hubs_order() {
         let all = [
             ("HF_HUB_CACHE", "/cache", "/cache"),
-            ("HUGGINGFACE_HUB_CACHE", "/old", "/old"),
+            ("HUGGINGFACE_HUB_CACHE", "$ROOT/old", "/root/old"),
             ("HF_HOME", "~/hf", "/user/hf/hub"),
-            ("XDG_CACHE_HOME", "/xdg", "/xdg/huggingface/hub"),
+            ("XDG_CACHE_HOME", "${ROOT}/xdg", "/root/xdg/huggingface/hub"),
+            ("ROOT", "/root", "/user/.cache/huggingface/hub"),
             ("", "", "/user/.cache/huggingface/hub"),
         ];
         for (first, (_, _, cache)) in all.iter().enumerate() {

@@ -4,7 +4,7 @@ use crate::{
     error::ModelError,
     model::config::{JsonTable, refuse},
 };
-use moestro_base::{error::StoreError, platform::read_small_file};
+use moestro_base::{error::StoreError, platform::read_json_file};
 use serde_json::Value;
 use std::path::Path;
 
@@ -117,7 +117,7 @@ impl ImageLimits {
     pub fn read(dir: &Path, config: &VisionConfig) -> Result<Self, ModelError> {
         let read = |name: &str| -> Result<Option<Value>, ModelError> {
             let path = dir.join(name);
-            match read_small_file(&path, MAX_BYTES) {
+            match read_json_file(&path, MAX_BYTES) {
                 Ok(text) => serde_json::from_slice(&text)
                     .map(Some)
                     .map_err(|error| StoreError::NotACheckpoint { path, why: error.to_string() }.into()),
