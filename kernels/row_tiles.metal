@@ -10,9 +10,8 @@
 // Each simdgroup copies its codes to threadgroup memory several steps ahead. The first copies begin before AWAIT.
 
 // GROUP: columns per scale. TILE_ROWS: rows of x in a tile. PART: words of a tile's first or last halves of a group.
-// STAGES: steps in threadgroup memory. STAGE: words of a step of 16 rows of W: 64 bytes of codes, a word of scales and
-// one of offsets for each row.
-enum { GROUP = 64, TILE_ROWS = 4, PART = 128, STAGES = 4, CODE_WORDS = 256, STAGE = CODE_WORDS + 32 };
+// STAGE: words of a step of 16 rows of W: 64 bytes of codes, a word of scales and one of offsets for each row.
+enum { GROUP = 64, TILE_ROWS = 4, PART = 128, CODE_WORDS = 256, STAGE = CODE_WORDS + 32 };
 
 // Sources of the rows: x, x times a norm's weights, x times 1 / rms of each head, silu(gate) * up.
 enum { SPLIT_PLAIN, SPLIT_NORMED, SPLIT_HEADS, SPLIT_SWIGLU };
@@ -109,25 +108,24 @@ template <uint BITS> FN void unpack_quad(THREAD const uint* q, THREAD uint* h) {
     }
 }
 
-// Reads group `u` of a step: unpacked codes, scales, and offsets of 2 * MT rows. `second`: the scales of an 8-bit step
-// are the second ones of their word.
-template <uint MT, uint BITS>
+// Reads group `u` of a step of 16 rows of W: unpacked codes, scales, and offsets of two rows. `second`: the scales of an
+// 8-bit step are the second ones of their word.
+template <uint BITS>
 FN void read_group(THREADGROUP const uint* stage, uint u, bool second, THREAD uint* h, THREAD float* s,
                    THREAD float* b THREAD_IDS_PARAM) {
   const uint row = lane / 4, quarter = lane % 4;
-  UNROLL for (uint i = 0; i < MT * 2; i++) {
-    THREADGROUP const uint* from = stage + i / 2 * STAGE;
-    const uint r = i % 2 * 8 + row;
+  UNROLL for (uint i = 0; i < 2; i++) {
+    const uint r = i * 8 + row;
     uint q[4];
     if (BITS == 4) {
-      const uint2 two = *(THREADGROUP const uint2*)(from + chunk_at(r, u * 2 + quarter / 2) + quarter % 2 * 2);
+      const uint2 two = *(THREADGROUP const uint2*)(stage + chunk_at(r, u * 2 + quarter / 2) + quarter % 2 * 2);
       q[0] = two.x, q[1] = two.y;
     } else {
-      const uint4 four = *(THREADGROUP const uint4*)(from + chunk_at(r, quarter));
+      const uint4 four = *(THREADGROUP const uint4*)(stage + chunk_at(r, quarter));
       q[0] = four.x, q[1] = four.y, q[2] = four.z, q[3] = four.w;
     }
     unpack_quad<BITS>(q, h + i * 8);
-    const uint2 scales = *(THREADGROUP const uint2*)(from + CODE_WORDS + r * 2);
+    const uint2 scales = *(THREADGROUP const uint2*)(stage + CODE_WORDS + r * 2);
     const bool high = BITS == 4 ? u == 1 : second;
     s[i] = as_type<float>(high ? scales.x & 0xffff0000u : scales.x << 16);
     b[i] = as_type<float>(high ? scales.y & 0xffff0000u : scales.y << 16);
@@ -137,7 +135,7 @@ FN void read_group(THREADGROUP const uint* stage, uint u, bool second, THREAD ui
 
 // Multiplies MT * 16 rows of W by NT tiles of x, for steps `begin`..`end`. The first copies are under way. The sums go
 // to `total`: for each 16 rows of W and tile, this lane's two rows of W.
-template <uint NT, uint MT, uint BITS>
+template <uint NT, uint MT, uint STAGES, uint BITS>
 FN void quad_product(CONSTANT LinearArgs& a, uint begin, uint end, THREAD StepPtrs<MT>& from, THREADGROUP uint* stages,
                      DEVICE const uint* halves, DEVICE const float* factors, THREAD float* total THREAD_IDS_PARAM) {
   enum { GROUPS = 8 / BITS };  // per step
@@ -157,26 +155,28 @@ FN void quad_product(CONSTANT LinearArgs& a, uint begin, uint end, THREAD StepPt
     if (ahead < end) copy_step(from, ahead, BITS / 8, stages + free * (MT * STAGE) THREAD_IDS);
     ASYNC_COMMIT();
     UNROLL for (uint u = 0; u < GROUPS; u++) {
-      uint h[MT * 16];
-      float s[MT * 2], b[MT * 2];
-      read_group<MT, BITS>(stages + stage * (MT * STAGE), u, step % 2 != 0, h, s, b THREAD_IDS);
+      uint4 x[NT], y[NT];
       UNROLL for (uint n = 0; n < NT; n++) {
-        const uint4 x = *(DEVICE const uint4*)(halves + x_at[n] + u * (2 * PART));
-        const uint4 y = *(DEVICE const uint4*)(halves + x_at[n] + u * (2 * PART) + PART);
-        const uint2 factor = *(DEVICE const uint2*)(factors + factor_at[n] + u * (2 * TILE_ROWS));
-        const float sum = as_type<float>(factor.x), inverse = as_type<float>(factor.y);
-        UNROLL for (uint m = 0; m < MT; m++) {
-          THREAD const uint* low = h + m * 16;
-          THREAD const uint* high = low + 8;
+        x[n] = *(DEVICE const uint4*)(halves + x_at[n] + u * (2 * PART));
+        y[n] = *(DEVICE const uint4*)(halves + x_at[n] + u * (2 * PART) + PART);
+      }
+      UNROLL for (uint m = 0; m < MT; m++) {
+        uint low[16];
+        float s[2], b[2];
+        read_group<BITS>(stages + (stage * MT + m) * STAGE, u, step % 2 != 0, low, s, b THREAD_IDS);
+        THREAD const uint* high = low + 8;
+        UNROLL for (uint n = 0; n < NT; n++) {
+          const uint2 factor = *(DEVICE const uint2*)(factors + factor_at[n] + u * (2 * TILE_ROWS));
+          const float sum = as_type<float>(factor.x), inverse = as_type<float>(factor.y);
           float c[4];
-          QUAD_MUL(c, low[0], high[0], low[1], high[1], x.x, x.y);
-          QUAD_FMA(c, low[2], high[2], low[3], high[3], x.z, x.w);
-          QUAD_FMA(c, low[4], high[4], low[5], high[5], y.x, y.y);
-          QUAD_FMA(c, low[6], high[6], low[7], high[7], y.z, y.w);
+          QUAD_MUL(c, low[0], high[0], low[1], high[1], x[n].x, x[n].y);
+          QUAD_FMA(c, low[2], high[2], low[3], high[3], x[n].z, x[n].w);
+          QUAD_FMA(c, low[4], high[4], low[5], high[5], y[n].x, y[n].y);
+          QUAD_FMA(c, low[6], high[6], low[7], high[7], y[n].z, y[n].w);
           UNROLL for (uint r = 0; r < 2; r++) {
             THREAD float* to = total + (m * NT + n) * 2 + r;
-            *to = fma(s[m * 2 + r], (c[2 * r] + c[2 * r + 1]) * inverse, *to);
-            *to = fma(b[m * 2 + r], sum, *to);
+            *to = fma(s[r], (c[2 * r] + c[2 * r + 1]) * inverse, *to);
+            *to = fma(b[r], sum, *to);
           }
         }
       }
@@ -224,8 +224,8 @@ FN void store_sums(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint 
 }
 
 // The body of a kernel with arguments `args`, `fused`, halves, factors, squares, y and skip. args.split_k simdgroups
-// share the columns of a block of MT * 16 rows of W.
-#define QUADS(NT, MT, KIND, SIMDS)                                                                                     \
+// share the columns of a block of MT * 16 rows of W. STAGES: steps in threadgroup memory.
+#define QUADS(NT, MT, KIND, SIMDS, STAGES)                                                                             \
   COPY(LinearArgs, a, args);                                                                                           \
   SHARED(uint4, memory, SIMDS * STAGES * MT * STAGE / 4);                                                              \
   SHARED(float, scales, NT * TILE_ROWS);                                                                               \
@@ -252,8 +252,8 @@ FN void store_sums(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint 
   if (is_skipped(a.can_skip, skip)) return;                                                                            \
   row_scales<NT, SIMDS>(a, squares, scales THREAD_IDS);                                                                \
   float total[MT * NT * 2];                                                                                            \
-  if (m.format == 4) quad_product<NT, MT, 4>(a, begin, end, from, stages, halves, factors, total THREAD_IDS);          \
-  else quad_product<NT, MT, 8>(a, begin, end, from, stages, halves, factors, total THREAD_IDS);                        \
+  if (m.format == 4) quad_product<NT, MT, STAGES, 4>(a, begin, end, from, stages, halves, factors, total THREAD_IDS);  \
+  else quad_product<NT, MT, STAGES, 8>(a, begin, end, from, stages, halves, factors, total THREAD_IDS);                \
   BARRIER();                                                                                                           \
   THREADGROUP float* part = (THREADGROUP float*)memory;                                                                \
   UNROLL for (uint n = 0; n < MT * NT * 2; n++) part[(sg * (MT * NT * 2) + n) * 32 + lane] = total[n];                 \
@@ -262,23 +262,31 @@ FN void store_sums(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint 
 
 // Grid (ceil(rows of x / (4 * NT)), sum over matrices of ceil(rows / (16 * MT * SIMDS / split_k))), SIMDS * 32 threads.
 // The number of simdgroups that share the columns depends on W only, and nothing else changes a result.
-#define LINEAR_QUADS(KIND_OF_KERNEL, name, NT, MT, SIMDS)                                                              \
+#define LINEAR_QUADS(KIND_OF_KERNEL, name, NT, MT, SIMDS, STAGES)                                                      \
   KIND_OF_KERNEL(name, ARGS_IN_PLACE(LinearArgs, args), IN(uint, halves, 1), IN(float, factors, 2),                    \
                  IN(float, squares, 3), OUT(float, y, 4), MATRICES(5), IN(uint, skip, 17)) {                           \
     const Fused fused = {};                                                                                            \
-    QUADS(NT, MT, PLAIN, SIMDS)                                                                                        \
+    QUADS(NT, MT, PLAIN, SIMDS, STAGES)                                                                                \
   }
 
-LINEAR_QUADS(KERNEL, gemv_tiles_4, 1, 1, 8)
-LINEAR_QUADS(WIDE_KERNEL, gemv_tiles_8, 2, 1, 8)
-LINEAR_QUADS(WIDE_KERNEL, gemv_tiles_16, 4, 1, 8)
-LINEAR_QUADS(WIDEST_KERNEL, gemv_tiles_wide_16, 4, 2, 4)
+// `pair` kernels have half as many simdgroups for the same rows of W, so that they read x half as often.
+LINEAR_QUADS(KERNEL, gemv_tiles_4, 1, 1, 8, 4)
+LINEAR_QUADS(WIDE_KERNEL, gemv_tiles_pair_4, 1, 2, 8, 2)
+LINEAR_QUADS(WIDE_KERNEL, gemv_tiles_8, 2, 1, 8, 4)
+LINEAR_QUADS(WIDE_KERNEL, gemv_tiles_pair_8, 2, 2, 8, 2)
+LINEAR_QUADS(WIDE_KERNEL, gemv_tiles_16, 4, 1, 8, 4)
+LINEAR_QUADS(WIDE_KERNEL, gemv_tiles_pair_16, 4, 2, 8, 2)
+LINEAR_QUADS(WIDEST_KERNEL, gemv_tiles_wide_16, 4, 2, 4, 4)
 
-KERNEL(gemv_tiles_conv, ARGS_IN_PLACE(ConvArgs, b), IN(uint, halves, 1), IN(float, factors, 2), IN(float, squares, 3),
-       OUT(float, y, 4), IN(float, conv_weight, 5), IN(float, replay, 6), OUT(float, state, 7), OUT(float, mixed, 8),
-       MATRICES(9), IN(uint, skip, 21)) {
-  CONSTANT LinearArgs& args = b.product;
-  const Fused fused = {conv_weight, replay, state, mixed, b.replay, 0, 0, 0, 0};
-  QUADS(1, 1, CONV, 8)
-}
+#define CONV_QUADS(KIND_OF_KERNEL, name, MT, STAGES)                                                                   \
+  KIND_OF_KERNEL(name, ARGS_IN_PLACE(ConvArgs, b), IN(uint, halves, 1), IN(float, factors, 2), IN(float, squares, 3),  \
+                 OUT(float, y, 4), IN(float, conv_weight, 5), IN(float, replay, 6), OUT(float, state, 7),              \
+                 OUT(float, mixed, 8), MATRICES(9), IN(uint, skip, 21)) {                                              \
+    CONSTANT LinearArgs& args = b.product;                                                                             \
+    const Fused fused = {conv_weight, replay, state, mixed, b.replay, 0, 0, 0, 0};                                     \
+    QUADS(1, MT, CONV, 8, STAGES)                                                                                      \
+  }
+
+CONV_QUADS(KERNEL, gemv_tiles_conv, 1, 4)
+CONV_QUADS(WIDE_KERNEL, gemv_tiles_pair_conv, 2, 2)
 #endif

@@ -124,6 +124,7 @@ struct SumTile { float v[8]; };
 // One step of a 16x8 product: four sums, four words of the left factor and two of the right factor per lane.
 #define QUAD_FMA(c, a0, a1, a2, a3, b0, b1) quad_fma(c, a0, a1, a2, a3, b0, b1)
 #define QUAD_MUL(c, a0, a1, a2, a3, b0, b1) quad_mul(c, a0, a1, a2, a3, b0, b1)
+#define QUAD_LOAD(a, p, pitch) quad_load(a, p, pitch)
 #define ASYNC_COPY(to, from) async_copy(to, from)
 #define ASYNC_COMMIT() asm volatile("cp.async.commit_group;" ::: "memory")
 #define ASYNC_WAIT(n) async_wait<n>()
@@ -168,11 +169,12 @@ FN void tile_zero(SumTile& sum) {
   for (int i = 0; i < 8; i++) sum.v[i] = 0;
 }
 // Four 8x8 matrices: rows 0 to 7 and 8 to 15 of the first 8 columns, then of the last 8 columns.
-FN void tile_load(HalfTile& tile, const uint* p, uint pitch) {
+FN void quad_load(uint* r, const uint* p, uint pitch) {
   const uint at = (uint)__cvta_generic_to_shared(p + lane % 16u * pitch + lane / 16u * 4u);
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(tile.r[0]), "=r"(tile.r[1]), "=r"(tile.r[2]), "=r"(tile.r[3]) : "r"(at) : "memory");
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
 }
+FN void tile_load(HalfTile& tile, const uint* p, uint pitch) { quad_load(tile.r, p, pitch); }
 // tile_load with each matrix transposed: rows 0 to 7 of the first and the last 8 columns, then rows 8 to 15.
 FN void tile_load_right(HalfTile& tile, const uint* p, uint pitch) {
   const uint at = (uint)__cvta_generic_to_shared(p + (lane % 8u + lane / 16u * 8u) * pitch + lane / 8u % 2u * 4u);

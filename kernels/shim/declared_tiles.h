@@ -16,6 +16,7 @@ struct SumTile { float v; };
 #define TILE_STORE(sum, p, pitch) tile_store(sum, p, pitch)
 #define QUAD_FMA(c, a0, a1, a2, a3, b0, b1) quad_fma(c, a0, a1, a2, a3, b0, b1)
 #define QUAD_MUL(c, a0, a1, a2, a3, b0, b1) quad_fma(c, a0, a1, a2, a3, b0, b1)
+#define QUAD_LOAD(a, p, pitch) quad_load(a, p, pitch)
 #define ASYNC_COPY(to, from) (*(to) = *(from))
 #define ASYNC_COMMIT() ((void)0)
 #define ASYNC_WAIT(n) ((void)0)
@@ -23,6 +24,7 @@ struct SumTile { float v; };
 #define QUAD_MAX(x) quad_reduce(x)
 float quad_reduce(float x);
 void quad_fma(THREAD float* c, uint a0, uint a1, uint a2, uint a3, uint b0, uint b1);
+void quad_load(THREAD uint* a, THREADGROUP const uint* p, uint pitch);
 void tile_zero(THREAD SumTile& sum);
 void tile_load(THREAD HalfTile& tile, THREADGROUP const uint* p, uint pitch);
 void tile_fma(THREAD SumTile& sum, THREAD const HalfTile& a, THREAD const HalfTile& b);

@@ -91,6 +91,7 @@ template <class To, class From> To as_type(From from) {
 #define TILE_STORE(sum, p, pitch) host::tile_store(sum, p, pitch)
 #define QUAD_FMA(c, a0, a1, a2, a3, b0, b1) host::quad_fma(__LINE__, c, {a0, a1, a2, a3}, {b0, b1})
 #define QUAD_MUL(c, a0, a1, a2, a3, b0, b1) host::quad_mul(__LINE__, c, {a0, a1, a2, a3}, {b0, b1})
+#define QUAD_LOAD(a, p, pitch) host::quad_load(a, p, pitch)
 #define ASYNC_COPY(to, from) host::async_copy(to, from, sizeof *(to))
 #define ASYNC_COMMIT() host::now().copies.emplace_back()
 #define ASYNC_WAIT(n) host::async_wait(__LINE__, n)
@@ -237,6 +238,10 @@ inline void quad_step(Thread* t) {
     for (uint i = 0; i < 4; i++)
       for (uint k = 0; k < 16; k++) t[l].quad.sums[i] += left[l / 4 + i / 2 * 8][k] * right[l % 4 * 2 + i % 2][k];
   products += 2048;
+}
+// The parts of a lane of 16 rows of 16 halves as the left factor.
+inline void quad_load(uint* a, const uint* p, uint pitch) {
+  for (uint i = 0; i < 4; i++) a[i] = p[(lane / 4 + i % 2 * 8) * pitch + i / 2 * 4 + lane % 4];
 }
 inline void quad_fma(int site, float* sums, const uint (&a)[4], const uint (&b)[2]) {
   now().quad = {{a[0], a[1], a[2], a[3]}, {b[0], b[1]}, sums};

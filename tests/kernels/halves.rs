@@ -19,7 +19,7 @@ use moestro_compute::{
     },
 };
 use moestro_model::model::{LoadOptions, Qwen};
-use std::path::Path;
+use std::{collections::BTreeSet, path::Path};
 
 /// Largest allowed difference, relative to the largest value.
 const CLOSE: f64 = 1e-3;
@@ -30,14 +30,28 @@ fn buffer(host: &mut Host, rows: usize, cols: usize) -> Region {
 
 /// The product `x W^T` for the rows of `x`. If a norm weight is given, the rows are normalised first.
 fn products(host: &mut Host, x: &[f32], sample: &Sample, cols: usize, norm: Option<&[f32]>) -> Vec<f32> {
+    products_of(host, x, &[sample.matrix], cols, norm, false).0
+}
+
+/// The products of the rows of `x` with each matrix, on the kernels for few rows if `has_short` is true and they fit. Also
+/// returns the kernel.
+fn products_of(
+    host: &mut Host,
+    x: &[f32],
+    matrices: &[Weight],
+    cols: usize,
+    norm: Option<&[f32]>,
+    has_short: bool,
+) -> (Vec<f32>, &'static str) {
     let tokens = x.len() / cols;
-    let (x, y) = (host.floats(x), host.empty(tokens * sample.matrix.rows * 4));
+    let width: usize = matrices.iter().map(|matrix| matrix.rows).sum();
+    let (x, y) = (host.floats(x), host.empty(tokens * width * 4));
     let norm = norm.map(|weight| Norm { weight: host.floats(weight), eps: 1e-6, keep: None });
-    let buffers = buffer(host, tokens, cols);
-    let matrices = &[sample.matrix];
+    let buffers = HalfBuffers { x: buffer(host, tokens, cols), has_short, ..HalfBuffers::default() };
     let op = Linear { x, tokens, norm, matrices, y, add: false };
-    op.half_launches(buffers).iter().for_each(|launch| host.run(launch));
-    host.read_floats(y)
+    let launches = op.half_launches(buffers);
+    launches.iter().for_each(|launch| host.run(launch));
+    (host.read_floats(y), launches[1].kernel)
 }
 
 fn largest(values: &[f64]) -> f64 {
@@ -83,6 +97,38 @@ fn half_rows_are_independent_of_other_rows() {
     }
 }
 
+/// A prompt's rows have the same bytes however the prompt is cut: 72 rows at once, and chunks of 1 to 40 rows, which
+/// use other kernels. Rows have values of very different sizes.
+#[test]
+fn few_half_rows_equal_many() {
+    let (mut host, mut random) = (Host::start(), Random(9));
+    let mut kernels = BTreeSet::new();
+    for cols in [128, 640, 1152] {
+        let matrices = [(AFFINE4, 67), (AFFINE8, 21), (AFFINE4, 130)]
+            .map(|(codes, rows)| matrix(&mut host, &mut random, codes, rows, cols).matrix);
+        let width: usize = matrices.iter().map(|matrix| matrix.rows).sum();
+        let mut x = random.normals(72 * cols);
+        x.chunks_mut(cols).enumerate().for_each(|(row, values)| values[row % cols] *= 1e4);
+        let weight = random.normals(cols);
+        for norm in [None, Some(&weight[..])] {
+            let (together, kernel) = products_of(&mut host, &x, &matrices, cols, norm, true);
+            assert_eq!(kernel, "gemm");
+            for chunks in [&[1, 15, 16, 17, 23][..], &[32, 40], &[33, 2, 5, 32]] {
+                let mut first = 0;
+                for count in chunks {
+                    let rows = &x[first * cols..(first + count) * cols];
+                    let (some, kernel) = products_of(&mut host, rows, &matrices, cols, norm, true);
+                    kernels.insert(kernel);
+                    assert!(some == together[first * width..(first + count) * width], "{cols}: {first} + {count}");
+                    first += count;
+                }
+                assert_eq!(first, 72);
+            }
+        }
+    }
+    assert_eq!(kernels.into_iter().collect::<Vec<_>>(), ["gemm", "gemm_short_16", "gemm_short_32"]);
+}
+
 #[test]
 fn half_rows_do_not_overflow_or_vanish() {
     let (mut host, mut random, cols) = (Host::start(), Random(7), 128);
@@ -126,7 +172,7 @@ fn short_prompts_multiply_few_empty_rows() {
         out: host.empty(assignments * SIDE * 4),
         ..MoeBuffers::default()
     };
-    let half = HalfBuffers { x: room_of(&mut host, tokens), act: room_of(&mut host, tokens * k) };
+    let half = HalfBuffers { x: room_of(&mut host, tokens), act: room_of(&mut host, tokens * k), has_short: false };
     let x = host.floats(&random.normals(tokens * SIDE));
     let set = ExpertSet::Table { ids: none, slots: none };
     let op = Experts { layer: mixture, slots: &layer.slots, tokens, x, buffers, experts: set };

@@ -45,7 +45,9 @@ fn all() -> [PathBuf; 12] {
 pub fn include(file: &Path) -> String {
     let mut files = vec![file.to_owned()];
     match file.file_stem().and_then(|name| name.to_str()) {
-        Some("linear") => files.push(file.with_file_name("row_tiles.metal")),
+        Some("linear") => {
+            files.extend(["row_tiles", "short_prompt"].map(|part| file.with_file_name(format!("{part}.metal"))))
+        }
         Some("moe") => files.push(file.with_file_name("expert_tiles.metal")),
         _ => {}
     }
@@ -79,7 +81,7 @@ fn build(files: &[PathBuf], name: &str, sanitise: bool) -> PathBuf {
     };
     let mut hash = sha2::Sha256::new();
     hash.update(format!("{} {options:?} {source}", compiler()));
-    let compiled_with = ["row_tiles.metal", "expert_tiles.metal"];
+    let compiled_with = ["row_tiles.metal", "short_prompt.metal", "expert_tiles.metal"];
     let always = ["shim/host.h", "shim/fiber.h", "quant.metal", "tiles.metal", "host/main.cpp"];
     for file in always.iter().chain(&compiled_with).map(|f| kernels().join(f)).collect::<Vec<_>>().iter().chain(files) {
         hash.update(fs::read(file).unwrap());

@@ -177,6 +177,10 @@ fn tiled_rows_are_exact() {
         (&several, 640, 16, false, false),
         (&[(AFFINE4, 8200)], 128, 21, false, true),
         (&[(AFFINE8, 8200)], 384, 2, false, false),
+        (&[(AFFINE4, 4100)], 1152, 11, true, false),
+        (&[(AFFINE8, 4100)], 384, 6, false, false),
+        (&[(AFFINE8, 12_680)], 384, 3, false, false),
+        (&[(AFFINE4, 12_680)], 128, 12, false, true),
         (&[(AFFINE4, 65_540)], 128, 5, false, false),
         (&[(AFFINE4, 65_540)], 384, 9, false, false),
     ] {
@@ -199,9 +203,13 @@ fn tiled_rows_are_exact() {
 
 #[test]
 fn tiled_rows_ignore_their_neighbours() {
-    for (shapes, cols) in
-        [(&[(AFFINE4, 40), (AFFINE8, 9)][..], 640), (&[(AFFINE4, 20)], 2176), (&[(AFFINE4, 8194), (AFFINE8, 5)], 256)]
-    {
+    for (shapes, cols) in [
+        (&[(AFFINE4, 40), (AFFINE8, 9)][..], 640),
+        (&[(AFFINE4, 20)], 2176),
+        (&[(AFFINE4, 4100)], 256),
+        (&[(AFFINE4, 8194), (AFFINE8, 5)], 256),
+        (&[(AFFINE4, 12_670), (AFFINE8, 5)], 128),
+    ] {
         let mut case = TiledCase::new(shapes, cols, 21, true, true);
         // Rows with NaN and infinity among the others.
         case.x[5 * cols + 3] = f32::NAN;

@@ -180,10 +180,16 @@ fn printed_kernels_obey_metals_rules() {
     let mut names = BTreeSet::from_iter(crate::host::Host::start().names());
     // Metal has no QUAD_FMA, which these kernels need.
     for name in [
+        "gemm_short_16",
+        "gemm_short_32",
         "gemv_tiles_16",
         "gemv_tiles_4",
         "gemv_tiles_8",
         "gemv_tiles_conv",
+        "gemv_tiles_pair_16",
+        "gemv_tiles_pair_4",
+        "gemv_tiles_pair_8",
+        "gemv_tiles_pair_conv",
         "gemv_tiles_wide_16",
         "moe_down_tiles",
         "moe_down_tiles_1",

@@ -43,7 +43,7 @@ pub const FILES: [KernelFile; 12] = [
     kernel_file!("delta_net", REGISTERS),
     kernel_file!("embedding", REGISTERS),
     kernel_file!("kv_quant", MANY_REGISTERS),
-    kernel_file!("linear" + "row_tiles", REGISTERS),
+    kernel_file!("linear" + "row_tiles" + "short_prompt", REGISTERS),
     kernel_file!("moe" + "expert_tiles", REGISTERS),
     kernel_file!("norm", REGISTERS),
     kernel_file!("router", REGISTERS),

@@ -292,8 +292,10 @@ mod tests {
         assert_eq!(uncached.read_cache(), None);
     }
 
-    /// Kernels that decoding and drafts use with 4-bit and 8-bit weights.
-    const DECODE_KERNELS: [&str; 20] = [
+    /// Kernels that decoding, drafts and short prompts use with 4-bit and 8-bit weights.
+    const DECODE_KERNELS: [&str; 26] = [
+        "gemm_short_16",
+        "gemm_short_32",
         "gemv_1",
         "gemv_2",
         "gemv_norm_1",
@@ -305,6 +307,10 @@ mod tests {
         "gemv_tiles_4",
         "gemv_tiles_8",
         "gemv_tiles_16",
+        "gemv_tiles_pair_16",
+        "gemv_tiles_pair_4",
+        "gemv_tiles_pair_8",
+        "gemv_tiles_pair_conv",
         "gemv_tiles_wide_16",
         "gemv_tiles_conv",
         "moe_gate_up",

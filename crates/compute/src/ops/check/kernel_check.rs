@@ -173,6 +173,7 @@ impl<D: Driver> KernelCheck<'_, D> {
         Ok(HalfBuffers {
             x: self.buffer(rows * HalfBuffers::words(cols))?,
             act: self.buffer(rows * HalfBuffers::words(cols))?,
+            has_short: false,
         })
     }
 

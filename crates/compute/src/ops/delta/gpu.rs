@@ -195,8 +195,8 @@ impl DeltaNet<'_> {
     /// All steps, with the projections in half precision on matrix units.
     pub(in crate::ops) fn half_launches(&self, half: HalfBuffers) -> Vec<Launch> {
         let Self { in_proj, conv, rule, out_proj } = self;
-        let projection = in_proj.half_launches(half.x).into_iter().chain([conv.launch()]);
-        projection.chain(rule.launches()).chain(out_proj.half_launches(half.x)).collect()
+        let projection = in_proj.half_launches(half).into_iter().chain([conv.launch()]);
+        projection.chain(rule.launches()).chain(out_proj.half_launches(half)).collect()
     }
 
     /// Makes the projection of one row apply the convolution as well.
@@ -207,6 +207,7 @@ impl DeltaNet<'_> {
         // The convolution's buffers replace the normed rows, which a product on matrix units does not have.
         let (kernel, at) = match launch.kernel {
             "gemv_tiles_4" => ("gemv_tiles_conv", 4..4),
+            "gemv_tiles_pair_4" => ("gemv_tiles_pair_conv", 4..4),
             "gemv_norm_1" => ("gemv_conv", 3..4),
             _ => ("gemv_any_conv", 3..4),
         };

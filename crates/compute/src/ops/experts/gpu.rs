@@ -194,7 +194,7 @@ impl CombineExperts<'_> {
             let matrices = std::slice::from_ref(&expert.down);
             let down = Linear { x: act, tokens, norm: None, matrices, y, add: false };
             match half {
-                Some(half) => launches.extend(down.half_launches(half.x)),
+                Some(half) => launches.extend(down.half_launches(half)),
                 // Not split, since its sums must equal those of `moe_down`.
                 None => launches.push(down.launch_into(hidden)),
             }

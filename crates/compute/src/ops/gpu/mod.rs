@@ -308,7 +308,7 @@ impl<D: Driver> Backend for GpuBackend<D> {
         match op {
             Op::Embedding(op) => self.launch(op.launch()),
             Op::Linear(op) => match self.half {
-                Some(half) => self.all(op.half_launches(half.x)),
+                Some(half) => self.all(op.half_launches(half)),
                 None => {
                     let tiles = self.row_tiles(|min| op.split_words(min))?;
                     self.all(op.launches(tiles))
@@ -340,13 +340,13 @@ impl<D: Driver> Backend for GpuBackend<D> {
             Op::Attention(op) => self.all(op.launches(ATTENTION_ROWS, self.attends_on_tiles()).flatten()),
             Op::AttentionRows(op) => self.all(op.launches(ATTENTION_ROWS, self.attends_on_tiles())),
             Op::Mlp(op) => match self.half {
-                Some(half) => self.all(op.half_launches(half.x)),
+                Some(half) => self.all(op.half_launches(half)),
                 None => {
                     let tiles = self.row_tiles(|min| op.split_words(min))?;
                     self.all(op.launches(tiles))
                 }
             },
-            Op::Router(op) => match self.half.and_then(|half| op.half_launches(half.x)) {
+            Op::Router(op) => match self.half.and_then(|half| op.half_launches(half)) {
                 Some(launches) => self.all(launches),
                 None => self.all(op.launches()),
             },
@@ -361,7 +361,9 @@ impl<D: Driver> Backend for GpuBackend<D> {
     }
 
     fn set_half_buffers(&mut self, buffers: Option<HalfBuffers>) {
-        self.half = buffers;
+        // These kernels use the same instructions as those for decoded rows.
+        let has_short = self.gpu.driver.min_tiled_weights().is_some();
+        self.half = buffers.map(|buffers| HalfBuffers { has_short, ..buffers });
     }
 
     /// Submits the first layers early, so that the GPU starts while the CPU encodes the rest. Later submissions are

@@ -85,6 +85,9 @@ impl Linear<'_> {
 const DEPTH: usize = 64;
 /// Number of rows of x and number of rows of W per threadgroup.
 const TILE: [usize; 2] = [64, 64];
+/// The kernels for few rows of x (`kernels/short_prompt.metal`): rows of x, rows of W per threadgroup, and threads. A row
+/// has the same bytes with each kernel.
+const SHORT: [(&str, usize, usize, u32); 2] = [("gemm_short_16", 16, 64, 128), ("gemm_short_32", 32, 64, 256)];
 
 /// Buffers for half-precision rows.
 #[derive(Debug, Clone, Copy, Default)]
@@ -93,12 +96,19 @@ pub struct HalfBuffers {
     pub x: Region,
     /// Activations between two products.
     pub act: Region,
+    /// True if the device has the kernels for few rows.
+    pub has_short: bool,
 }
 
 impl HalfBuffers {
     /// Number of 32-bit words of one row of `cols` values and its scale.
     pub fn words(cols: usize) -> usize {
         cols.next_multiple_of(DEPTH) / 2 + 1
+    }
+
+    /// Half-precision rows for the inputs of a product.
+    pub(in crate::ops) fn rows(self, rows: usize, cols: usize) -> HalfRows {
+        HalfRows { has_short: self.has_short, ..HalfRows::new(self.x, rows, cols) }
     }
 }
 
@@ -108,12 +118,13 @@ pub(in crate::ops) struct HalfRows {
     values: Region,
     scales: Region,
     cols: usize,
+    has_short: bool,
 }
 
 impl HalfRows {
     pub fn new(buffers: Region, rows: usize, cols: usize) -> Self {
         let bytes = rows * cols.next_multiple_of(DEPTH) * 2;
-        Self { values: buffers.first(bytes), scales: buffers.part(bytes, rows * 4), cols }
+        Self { values: buffers.first(bytes), scales: buffers.part(bytes, rows * 4), cols, has_short: false }
     }
 
     pub fn bindings(&self) -> [Binding; 2] {
@@ -168,13 +179,17 @@ impl HalfRows {
         let mut bindings = self.bindings().to_vec();
         bindings.push(if add || rows < width { Binding::read_write(y) } else { Binding::write(y) });
         bindings.extend(pad_to_four(matrices).flat_map(Weight::bindings));
-        let blocks: usize = matrices.iter().map(|m| m.rows.div_ceil(TILE[1])).sum();
+        let has_short = self.has_short && !any && cols.is_multiple_of(2 * DEPTH);
+        let short = SHORT.into_iter().find(|(_, most, ..)| has_short && tokens <= *most);
+        let long = (if any { "gemm_any" } else { "gemm" }, TILE[0], TILE[1], 128);
+        let (kernel, batch, block, threads) = short.unwrap_or(long);
+        let blocks: usize = matrices.iter().map(|m| m.rows.div_ceil(block)).sum();
         Launch {
-            kernel: if any { "gemm_any" } else { "gemm" },
+            kernel,
             args: args([tokens, cols, width], matrices, [add.into(), 0, 0], 0.0),
             bindings,
-            grid: [tokens.div_ceil(TILE[0]) as u32, blocks as u32, 1],
-            threads: 128,
+            grid: [tokens.div_ceil(batch) as u32, blocks as u32, 1],
+            threads,
             skip: SkipUse::None,
         }
     }
@@ -182,11 +197,11 @@ impl HalfRows {
 
 impl Linear<'_> {
     /// [`Linear::launch`] in half precision on matrix units.
-    pub fn half_launches(&self, buffers: Region) -> [Launch; 2] {
+    pub fn half_launches(&self, buffers: HalfBuffers) -> [Launch; 2] {
         let Self { x, tokens, norm, matrices, y, add } = *self;
         let cols = self.cols();
         let width = self.width();
-        let rows = HalfRows::new(buffers, tokens, cols);
+        let rows = buffers.rows(tokens, cols);
         [rows.fill(x, cols, norm), rows.product(matrices, y, 0, width, add)]
     }
 }

@@ -31,12 +31,18 @@ fn splits(width: usize) -> usize {
     }
 }
 
-/// The kernel for this many rows of x: its name, rows of x, tiles of W per simdgroup, and simdgroups.
-fn kernel(tokens: usize, splits: usize) -> (&'static str, usize, usize, usize) {
+/// The kernel for this many rows of x and of W: its name, rows of x, tiles of W per simdgroup, and simdgroups. It changes
+/// no byte. The limits are those of an H200: with fewer rows of W, two tiles per simdgroup would leave multiprocessors
+/// idle, and in the middle, the threadgroups of the other kernels fill a bit more than the GPU once.
+fn kernel(tokens: usize, width: usize) -> (&'static str, usize, usize, usize) {
+    let is_middle = (12_673..=20_480).contains(&width);
     match tokens {
+        0..=4 if is_middle => ("gemv_tiles_pair_4", 4, 2, 8),
         0..=4 => ("gemv_tiles_4", 4, 1, 8),
+        5..=8 if width > 4096 => ("gemv_tiles_pair_8", 8, 2, 8),
         5..=8 => ("gemv_tiles_8", 8, 1, 8),
-        _ if splits <= 4 => ("gemv_tiles_wide_16", 16, 2, 4),
+        _ if is_middle || (4097..=8192).contains(&width) => ("gemv_tiles_pair_16", 16, 2, 8),
+        _ if width > 8192 => ("gemv_tiles_wide_16", 16, 2, 4),
         _ => ("gemv_tiles_16", 16, 1, 8),
     }
 }
@@ -133,7 +139,7 @@ impl Linear<'_> {
         bindings.extend(pad_to_four(matrices).flat_map(Weight::bindings));
         bindings.push(Binding::no_skip_flag(parts[0]));
         let splits = splits(width);
-        let (kernel, batch, tiles, simds) = kernel(tokens, splits);
+        let (kernel, batch, tiles, simds) = kernel(tokens, width);
         let rows = BLOCK_ROWS * tiles * simds / splits;
         let blocks: usize = matrices.iter().map(|m| m.rows.div_ceil(rows)).sum();
         let sizes = [tokens, self.cols(), width];

@@ -2,16 +2,16 @@
 
 use super::Mlp;
 use crate::{
-    device::{Launch, Region},
+    device::Launch,
     ops::{
         experts,
-        linear::{Linear, RowSource, RowTiles},
+        linear::{HalfBuffers, Linear, RowSource, RowTiles},
     },
 };
 
 impl Mlp<'_> {
     /// [`Mlp::launches`] in half precision on matrix units.
-    pub(in crate::ops) fn half_launches(&self, buffers: Region) -> Vec<Launch> {
+    pub(in crate::ops) fn half_launches(&self, buffers: HalfBuffers) -> Vec<Launch> {
         let (gate_up, act, down) = self.steps();
         [&gate_up.half_launches(buffers)[..], &[act], &down.half_launches(buffers)].concat()
     }

@@ -2,10 +2,10 @@
 
 use super::Router;
 use crate::{
-    device::{Binding, Launch, Region, SkipUse},
+    device::{Binding, Launch, SkipUse},
     ops::{
         experts::SharedExpert,
-        linear::{HalfRows, Linear},
+        linear::{HalfBuffers, Linear},
     },
 };
 
@@ -25,7 +25,7 @@ impl Router<'_> {
 
     /// [`Router::launches`], with the shared expert's products on matrix units. The router's scores stay in f32. The
     /// scores are computed from the normalised rows, so a norm must have `keep` set.
-    pub(in crate::ops) fn half_launches(&self, buffers: Region) -> Option<Vec<Launch>> {
+    pub(in crate::ops) fn half_launches(&self, buffers: HalfBuffers) -> Option<Vec<Launch>> {
         let Self { layer, tokens, x, norm, scores, .. } = *self;
         let kept = match norm {
             Some(norm) => norm.keep?,
@@ -34,7 +34,7 @@ impl Router<'_> {
         let cols = layer.router.cols;
         let experts = layer.router.rows;
         let width = self.width();
-        let rows = HalfRows::new(buffers, tokens, cols);
+        let rows = buffers.rows(tokens, cols);
         let matrices = std::slice::from_ref(&layer.router);
         let router = Linear { x: kept, tokens, norm: None, matrices, y: scores, add: false };
         let mut launches = vec![rows.fill(x, cols, norm), router.launch_into(width)];

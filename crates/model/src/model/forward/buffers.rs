@@ -286,7 +286,7 @@ impl Buffers {
             slot_tables: take(config.layers * experts)?,
             routes: take(config.layers * route_layout(routes, k, scores).1)?,
             skip_flag: take(1)?,
-            half: HalfBuffers { x: take(rows * half_x)?, act: take(rows * half_act)? },
+            half: HalfBuffers { x: take(rows * half_x)?, act: take(rows * half_act)?, has_short: false },
             logits: take(rows.min(passes * LOGIT_ROWS) * config.vocab)?,
         })
     }

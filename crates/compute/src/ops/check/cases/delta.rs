@@ -29,6 +29,8 @@ pub fn cases(b: &mut KernelCheck<'_, impl Driver>) -> Result<(), DeviceError> {
     }
     if b.gpu.tile_all_rows(true) {
         case(b, shape, affine(4, 64), 1, 256)?;
+        // With this many rows of W, a simdgroup has two tiles of them.
+        case(b, &DeltaShape { value_heads: 192, ..*shape }, affine(4, 64), 1, 128)?;
         b.gpu.tile_all_rows(false);
     }
     rows_of_sequences(b, shape, affine(4, 64))
