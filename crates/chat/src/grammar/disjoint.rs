@@ -3,7 +3,11 @@
 
 use crate::schema::{Document, TypeSet, allows_nothing};
 use serde_json::Value;
-use std::{collections::HashMap, rc::Rc, slice};
+use std::{
+    collections::{BTreeSet, HashMap},
+    rc::Rc,
+    slice,
+};
 
 /// Maximum number of alternatives that are compared pairwise.
 const MAX_ALTERNATIVES: usize = 256;
@@ -31,8 +35,8 @@ pub fn are_disjoint<'a>(alternatives: &'a [Value], document: &Document<'a>, step
 #[derive(Default)]
 struct AllowedValues<'a> {
     types: TypeSet,
-    /// The only allowed values. `None` if the schema does not list them.
-    constants: Option<Vec<&'a Value>>,
+    /// The only allowed values, as [`canonical`] texts, and their types. `None` if the schema does not list them.
+    constants: Option<HashMap<String, TypeSet>>,
     /// The properties of an object.
     properties: Vec<(&'a str, &'a Value)>,
     required: Vec<&'a str>,
@@ -51,9 +55,10 @@ impl<'a> AllowedValues<'a> {
         }
     }
 
-    fn of_constants(values: &'a [Value]) -> Self {
+    fn of_constants(values: &[Value]) -> Self {
         let types = values.iter().map(TypeSet::of).fold(TypeSet::default(), TypeSet::or);
-        Self { constants: Some(values.iter().collect()), ..Self::of_types(types) }
+        let constants = values.iter().map(|value| (canonical(value), TypeSet::of(value))).collect();
+        Self { constants: Some(constants), ..Self::of_types(types) }
     }
 
     /// The values that one of both allows.
@@ -106,18 +111,18 @@ impl<'a> AlternativeReader<'_, 'a> {
         };
         if let Some(names) = list("type").or(fields.get("type").map(slice::from_ref)) {
             let types = names.iter().filter_map(Value::as_str).map(AllowedValues::of_type).reduce(AllowedValues::or);
-            allowed = self.both(allowed, types.unwrap_or(AllowedValues::of_constants(&[])));
+            allowed = Self::both(allowed, types.unwrap_or(AllowedValues::of_constants(&[])));
         }
         for values in list("enum").into_iter().chain(fields.get("const").map(slice::from_ref)) {
-            allowed = self.both(allowed, AllowedValues::of_constants(values));
+            allowed = Self::both(allowed, AllowedValues::of_constants(values));
         }
         for part in self.document.target(schema).into_iter().chain(list("allOf").into_iter().flatten()) {
             let part = self.read(part, depth + 1);
-            allowed = self.both(allowed, part);
+            allowed = Self::both(allowed, part);
         }
         for choices in ["anyOf", "oneOf"].into_iter().filter_map(list) {
             let choices = choices.iter().map(|part| self.read(part, depth + 1)).reduce(AllowedValues::or);
-            allowed = self.both(allowed, choices.unwrap_or(AllowedValues::of_constants(&[])));
+            allowed = Self::both(allowed, choices.unwrap_or(AllowedValues::of_constants(&[])));
         }
         // OpenAPI 3.0 writes a type that may be null in this way.
         let is_nullable = fields.get("nullable") == Some(&Value::Bool(true));
@@ -125,18 +130,17 @@ impl<'a> AlternativeReader<'_, 'a> {
     }
 
     /// The values that both allow.
-    fn both(&mut self, mut one: AllowedValues<'a>, other: AllowedValues<'a>) -> AllowedValues<'a> {
+    fn both(mut one: AllowedValues<'a>, other: AllowedValues<'a>) -> AllowedValues<'a> {
         one.types = one.types.and(other.types);
         one.constants = match (one.constants, other.constants) {
             (Some(ours), Some(theirs)) => {
-                Some(ours.into_iter().filter(|value| self.contains(&theirs, value)).collect())
+                Some(ours.into_iter().filter(|(text, _)| theirs.contains_key(text)).collect())
             }
             (ours, theirs) => ours.or(theirs),
         };
         if let Some(constants) = &mut one.constants {
-            constants.retain(|value| one.types.has_any(TypeSet::of(value)));
-            let types = constants.iter().map(|value| TypeSet::of(value)).fold(TypeSet::default(), TypeSet::or);
-            one.types = one.types.and(types);
+            constants.retain(|_, types| one.types.has_any(*types));
+            one.types = one.types.and(constants.values().copied().fold(TypeSet::default(), TypeSet::or));
         }
         one.properties.extend(other.properties);
         one.required.extend(other.required);
@@ -147,7 +151,7 @@ impl<'a> AlternativeReader<'_, 'a> {
     fn exclude(&mut self, one: &AllowedValues<'a>, other: &AllowedValues<'a>, depth: usize) -> bool {
         let types = one.types.and(other.types);
         if let (Some(ours), Some(theirs)) = (&one.constants, &other.constants) {
-            return !ours.iter().any(|value| self.contains(theirs, value));
+            return self.spend(ours.len()) && !ours.keys().any(|text| theirs.contains_key(text));
         }
         if types != TypeSet::OBJECT || depth > MAX_DEPTH {
             return types.is_empty();
@@ -174,28 +178,20 @@ impl<'a> AlternativeReader<'_, 'a> {
         self.tags.insert(part, allowed.clone());
         allowed
     }
+}
 
-    fn contains(&mut self, values: &[&Value], value: &Value) -> bool {
-        values.iter().any(|other| self.are_equal(other, value))
-    }
-
-    /// True for equal values of JSON Schema, which does not tell 1 from 1.0. Also true for large integers that an `f64`
-    /// cannot tell apart, and if no steps are left.
-    fn are_equal(&mut self, one: &Value, other: &Value) -> bool {
-        if !self.spend(1) {
-            return true;
+/// A text that is the same for equal values of JSON Schema, which does not tell 1 from 1.0. Also the same for large
+/// integers that an `f64` cannot tell apart.
+fn canonical(value: &Value) -> String {
+    match value {
+        Value::Number(number) => (number.as_f64().unwrap_or_default() + 0.0).to_string(),
+        Value::Array(items) => format!("[{}]", items.iter().map(canonical).collect::<Vec<_>>().join(",")),
+        Value::Object(fields) => {
+            let named = |(name, value)| format!("{}:{}", canonical(&Value::String(name)), canonical(&value));
+            let fields: BTreeSet<_> = fields.clone().into_iter().map(named).collect();
+            format!("{{{}}}", fields.into_iter().collect::<Vec<_>>().join(","))
         }
-        match (one, other) {
-            (Value::Number(one), Value::Number(other)) => one.as_f64() == other.as_f64(),
-            (Value::Array(ones), Value::Array(others)) => {
-                ones.len() == others.len() && ones.iter().zip(others).all(|(one, other)| self.are_equal(one, other))
-            }
-            (Value::Object(ones), Value::Object(others)) => {
-                let is_equal = |(name, one)| others.get(name).is_some_and(|other| self.are_equal(one, other));
-                ones.len() == others.len() && ones.iter().all(is_equal)
-            }
-            _ => one == other,
-        }
+        other => other.to_string(),
     }
 }
 
@@ -275,14 +271,14 @@ mod tests {
             json!({"type": "object", "properties": parts, "required": names})
         };
         let many = |target: &str| json!({"anyOf": vec![json!({"$ref": target}); 5000]});
-        for alternatives in [
-            [tagged("#/$defs/x"), tagged("#/$defs/y")],
-            [json!({"$ref": "#/$defs/node"}), json!({"$ref": "#/$defs/node"})],
-            [many("#/$defs/x"), many("#/$defs/y")],
+        for (alternatives, steps_left) in [
+            ([tagged("#/$defs/x"), tagged("#/$defs/y")], MAX_STEPS / 2),
+            ([json!({"$ref": "#/$defs/node"}), json!({"$ref": "#/$defs/node"})], 0),
+            ([many("#/$defs/x"), many("#/$defs/y")], 0),
         ] {
             let mut steps = MAX_STEPS;
             assert!(!are_disjoint(&alternatives, &Document::new(&root), &mut steps));
-            assert_eq!(steps, 0);
+            assert!(steps >= steps_left && (steps == 0) == (steps_left == 0), "{steps}");
         }
     }
 

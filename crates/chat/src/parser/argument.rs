@@ -102,19 +102,11 @@ fn escaped(text: &str) -> String {
     quoted.get(1..quoted.len() - 1).unwrap_or_default().into()
 }
 
-/// `call_` and 24 letters and digits. A counter makes ids unique in this process. The random keys of the standard
-/// library's hasher make ids of different processes differ.
+/// `call_` and 24 hexadecimal digits. A counter makes ids unique in this process. The random keys of the standard library's
+/// hasher make ids of different processes differ.
 pub(super) fn call_id() -> String {
     static COUNTER: AtomicU64 = AtomicU64::new(0);
-    const ALPHABET: &[u8; 62] = b"0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz";
     let count = COUNTER.fetch_add(1, Ordering::Relaxed);
-    let mut id = String::from("call_");
-    for part in 0..3u64 {
-        let mut bits = RandomState::new().hash_one((count, part));
-        for _ in 0..8 {
-            id.push(char::from(ALPHABET[(bits % 62) as usize]));
-            bits /= 62;
-        }
-    }
-    id
+    let [one, two] = [0, 1].map(|part| RandomState::new().hash_one((count, part)));
+    format!("call_{one:016x}{:08x}", two as u32)
 }
