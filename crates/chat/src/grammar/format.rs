@@ -67,6 +67,11 @@ pub(super) fn plain_reason(error: &str) -> String {
         return format!("the expression is not supported: {}", last.trim_start_matches("error: "));
     }
     let first = error.lines().next().unwrap_or_default();
+    let required = first.strip_prefix("Unsatisfiable schema: required property ");
+    if let Some(name) = required.and_then(|rest| rest.strip_suffix(" is unsatisfiable")) {
+        let cause = "another part of the schema, such as `additionalProperties: false` beside `allOf`, excludes it";
+        return format!("no value is allowed for the required property {name}: {cause}");
+    }
     let internal = |words: &[&str]| words.iter().any(|word| first.contains(word));
     if internal(&["NoExtension"]) {
         NO_TEXT.into()

@@ -3,12 +3,12 @@
 //! `$ref` is a pointer to one of them. Errors name the path of the part that causes them.
 
 use super::{
-    disjoint,
+    disjoint, equivalents,
     format::{FormatError, plain_reason},
     schema_references::{self, WITH_ARRAY, WITH_OBJECT, WITH_SCHEMA, subschemas},
     string_formats,
 };
-use crate::schema::{Document, allows_nothing};
+use crate::schema::{Document, ValueType, allows_nothing};
 use llguidance::{
     derivre::{RegexAst, RegexBuilder},
     regex_to_lark,
@@ -21,6 +21,9 @@ const MAX_SUBSCHEMAS: usize = 20_000;
 /// Maximum number of properties of all objects together. Compiling takes about a millisecond per property.
 const MAX_PROPERTIES: usize = 1000;
 const MAX_DEPTH: usize = 64;
+
+/// Number of steps of [`disjoint::MAX_STEPS`] that reading the values of a part takes, besides one for each word.
+const VALUE_STEPS: usize = 10_000;
 
 /// White space between the parts of JSON: none, a space, or a new line and its indentation. Without a bound, a model
 /// could write white space up to its token limit.
@@ -54,7 +57,7 @@ const COUNTS: [&str; 6] = ["minItems", "maxItems", "minProperties", "maxProperti
 const COMBINING: [&str; 8] = ["$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "dependentSchemas", "not"];
 
 /// Keywords that restrict the valid values in a way that a token mask cannot enforce.
-const UNSUPPORTED: [&str; 16] = [
+const UNSUPPORTED: [&str; 14] = [
     "not",
     "if",
     "then",
@@ -62,8 +65,6 @@ const UNSUPPORTED: [&str; 16] = [
     "contains",
     "minContains",
     "maxContains",
-    "uniqueItems",
-    "propertyNames",
     "dependencies",
     "dependentRequired",
     "dependentSchemas",
@@ -150,10 +151,7 @@ struct Preparation<'a> {
 impl<'a> Preparation<'a> {
     fn subschema(&mut self, whole: &'a Value, path: &str, depth: usize) -> Result<Value, FormatError> {
         let error = |reason: String| Err(FormatError::new(path, reason));
-        let Some(left) = self.subschemas_left.checked_sub(1) else {
-            return error(format!("the schema has more than {MAX_SUBSCHEMAS} parts"));
-        };
-        self.subschemas_left = left;
+        self.spend(1, path)?;
         if depth > MAX_DEPTH {
             return error(format!("the schema is more than {MAX_DEPTH} levels deep"));
         }
@@ -190,10 +188,12 @@ impl<'a> Preparation<'a> {
             if word == "pattern" && !self.can_enforce_pattern(value, &inner)? {
                 continue;
             }
-            if word == "propertyNames" && allows_all_names(value) {
+            if word == "format" && value.as_str().is_none_or(|format| !FORMATS.contains(&format)) {
                 continue;
             }
-            if word == "format" && value.as_str().is_none_or(|format| !FORMATS.contains(&format)) {
+            if word == "propertyNames" {
+                // Checks the schema of the names.
+                self.subschema(value, &inner, depth + 1)?;
                 continue;
             }
             let value = if COUNTS.contains(&word) {
@@ -205,9 +205,7 @@ impl<'a> Preparation<'a> {
                     return Err(FormatError::new(&inner, format!("{key} must be an object")));
                 };
                 if word == "properties" {
-                    self.properties_left = self.properties_left.checked_sub(parts.len()).ok_or_else(|| {
-                        FormatError::new(&inner, format!("the schema has more than {MAX_PROPERTIES} properties"))
-                    })?;
+                    self.spend_properties(parts.len(), &inner)?;
                 }
                 let mut prepared = Map::new();
                 for (name, part) in parts {
@@ -234,20 +232,8 @@ impl<'a> Preparation<'a> {
             };
             prepared.insert(key.clone(), value);
         }
-        if self.strict && prepared.contains_key("oneOf") {
-            let are_disjoint = schema.get("oneOf").and_then(Value::as_array);
-            let are_disjoint =
-                are_disjoint.is_some_and(|all| disjoint::are_disjoint(all, &self.document, &mut self.steps_left));
-            if prepared.contains_key("anyOf") || !are_disjoint {
-                let reason = "`oneOf` can be enforced in a strict schema only if types, constants or a tag tell its \
-                              alternatives apart; use `anyOf`";
-                return Err(FormatError::new(&format!("{path}.oneOf"), reason));
-            }
-            prepared = prepared
-                .into_iter()
-                .map(|(key, value)| (if key == "oneOf" { "anyOf".into() } else { key }, value))
-                .collect();
-        }
+        self.replace_one_of(schema, &mut prepared, path)?;
+        self.replace_keywords(schema, &mut prepared, path)?;
         self.check_large_constants(&mut prepared, path)?;
         self.limit_bounds(&mut prepared, path)?;
         bound_integer(&mut prepared);
@@ -267,15 +253,110 @@ impl<'a> Preparation<'a> {
         Ok(Value::Object(prepared))
     }
 
+    /// Counts parts of the schema.
+    fn spend(&mut self, parts: usize, path: &str) -> Result<(), FormatError> {
+        let error = || FormatError::new(path, format!("the schema has more than {MAX_SUBSCHEMAS} parts"));
+        self.subschemas_left = self.subschemas_left.checked_sub(parts).ok_or_else(error)?;
+        Ok(())
+    }
+
+    fn spend_properties(&mut self, count: usize, path: &str) -> Result<(), FormatError> {
+        let error = || FormatError::new(path, format!("the schema has more than {MAX_PROPERTIES} properties"));
+        self.properties_left = self.properties_left.checked_sub(count).ok_or_else(error)?;
+        Ok(())
+    }
+
+    /// Replaces a strict `oneOf` by alternatives of which only one can match.
+    fn replace_one_of(
+        &mut self,
+        schema: &'a Map<String, Value>,
+        prepared: &mut Map<String, Value>,
+        path: &str,
+    ) -> Result<(), FormatError> {
+        let Some(one_of) = schema.get("oneOf").and_then(Value::as_array).filter(|_| self.strict) else { return Ok(()) };
+        let is_alone = !schema.contains_key("anyOf");
+        if !(is_alone && disjoint::are_disjoint(one_of, &self.document, &mut self.steps_left)) {
+            let parts = equivalents::excluding_parts(one_of, &self.document);
+            self.spend(parts.as_ref().map_or(0, |parts| parts.len().pow(2)), path)?;
+            let alternatives = prepared.get_mut("oneOf").and_then(Value::as_array_mut).zip(parts);
+            let Some((alternatives, parts)) = alternatives.filter(|_| is_alone) else {
+                let reason = "`oneOf` can be enforced in a strict schema only if types, constants, a tag or required \
+                              properties tell its alternatives apart; use `anyOf`";
+                return Err(FormatError::new(&format!("{path}.oneOf"), reason));
+            };
+            for (alternative, part) in alternatives.iter_mut().zip(parts) {
+                *alternative = json!({"allOf": [alternative.take(), part]});
+            }
+        }
+        let renamed = std::mem::take(prepared).into_iter();
+        prepared.extend(renamed.map(|(key, value)| (if key == "oneOf" { "anyOf".into() } else { key }, value)));
+        Ok(())
+    }
+
+    /// Replaces keywords that llguidance does not have. One that has no equivalent is an error if the schema is strict.
+    fn replace_keywords(
+        &mut self,
+        schema: &'a Map<String, Value>,
+        prepared: &mut Map<String, Value>,
+        path: &str,
+    ) -> Result<(), FormatError> {
+        let mut unenforced = Vec::new();
+        if schema.get("uniqueItems") == Some(&Value::Bool(true)) {
+            let items = schema.get("items").and_then(|items| self.values(items));
+            if equivalents::replace_unique_items(prepared, items.as_ref()) {
+                self.spend(prepared.get("enum").and_then(Value::as_array).map_or(0, Vec::len), path)?;
+            } else {
+                unenforced
+                    .push(("uniqueItems", "few constants, such as an `enum` of five words, or with `maxItems` of 1"));
+            }
+        }
+        if let Some(names) = schema.get("propertyNames") {
+            let values = match schema.get("additionalProperties") {
+                Some(part @ Value::Object(_)) => json!({"$ref": self.definition(part, "additionalProperties")}),
+                other => other.cloned().unwrap_or(Value::Bool(true)),
+            };
+            let names = self.values(names).filter(|names| names.words.len() <= self.properties_left);
+            let can_enforce = |pattern: &str| self.can_enforce_pattern(&pattern.into(), path) == Ok(true);
+            let words = names.as_ref().map_or(0, |names| names.words.len());
+            if names.is_some_and(|names| equivalents::replace_property_names(prepared, &names, &values, can_enforce)) {
+                self.spend_properties(words, path)?;
+            } else {
+                unenforced.push((
+                    "propertyNames",
+                    "an `enum`, or one `pattern` or length for an object without `properties`",
+                ));
+            }
+        }
+        match unenforced.first().filter(|_| self.strict) {
+            Some((keyword, condition)) => {
+                let reason = format!("`{keyword}` can be enforced in a strict schema only for {condition}");
+                Err(FormatError::new(&format!("{path}.{keyword}"), reason))
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// The values that a part of the schema allows. `None` if there are too many.
+    fn values(&mut self, part: &Value) -> Option<ValueType> {
+        let values = (self.steps_left >= VALUE_STEPS).then(|| ValueType::of(&[part], &self.document))?;
+        self.steps_left = self.steps_left.saturating_sub(VALUE_STEPS + values.words.len());
+        values.is_complete.then_some(values)
+    }
+
     /// The reference to the definition of the part that the `$ref` of `schema` leads to.
     fn reference(&mut self, schema: &'a Value, path: &str) -> Result<String, FormatError> {
         let reference = &schema["$ref"];
         let Some(target) = self.document.target(schema) else {
             return Err(FormatError::new(path, format!("`$ref` {reference} leads to no part of the schema")));
         };
+        let path = reference.as_str().unwrap_or_default().trim_start_matches(['#', '/']).replace('/', ".");
+        Ok(self.definition(target, &path))
+    }
+
+    /// The reference to the definition of a part of the schema, whose name is close to `path`.
+    fn definition(&mut self, target: &'a Value, path: &str) -> String {
         let name = self.definition_names.get(&std::ptr::from_ref(target)).cloned().unwrap_or_else(|| {
-            // The name is close to the path in the client's schema, and needs no escapes in a pointer.
-            let path = reference.as_str().unwrap_or_default().trim_start_matches(['#', '/']).replace('/', ".");
+            // The name needs no escapes in a pointer.
             let is_plain = |c: char| c.is_ascii_alphanumeric() || "$._-".contains(c);
             let mut name: String = path.chars().map(|c| if is_plain(c) { c } else { '_' }).collect();
             while name.is_empty() || self.definition_names.values().any(|taken| *taken == name) {
@@ -285,7 +366,7 @@ impl<'a> Preparation<'a> {
             self.pending.push((name.clone(), target));
             name
         });
-        Ok(format!("#/$defs/{name}"))
+        format!("#/$defs/{name}")
     }
 
     fn can_enforce_pattern(&self, pattern: &Value, path: &str) -> Result<bool, FormatError> {
@@ -361,7 +442,7 @@ fn count(value: &Value, path: &str) -> Result<Value, FormatError> {
 /// True if an unsupported keyword with this value restricts nothing.
 fn allows_everything(keyword: &str, value: &Value) -> bool {
     match keyword {
-        "uniqueItems" | "not" => *value == false,
+        "not" => *value == false,
         "then" | "else" | "unevaluatedItems" | "unevaluatedProperties" => *value == true,
         "dependencies" | "dependentRequired" | "dependentSchemas" => value.as_object().is_some_and(Map::is_empty),
         _ => false,
@@ -379,14 +460,6 @@ fn check_min_properties(schema: &Map<String, Value>, path: &str) -> Result<(), F
             Err(FormatError::new(&format!("{path}.minProperties"), reason))
         }
         _ => Ok(()),
-    }
-}
-
-/// True if `propertyNames` allows every name.
-fn allows_all_names(schema: &Value) -> bool {
-    match schema {
-        Value::Object(fields) => fields.iter().all(|(key, value)| key == "type" && value == "string"),
-        other => *other == true,
     }
 }
 

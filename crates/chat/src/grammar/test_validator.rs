@@ -66,6 +66,8 @@ pub fn errors(schema: &Value, value: &Value, root: &Value) -> Vec<String> {
     }
     if let Some(items) = value.as_array() {
         must(counted(items.len(), ["minItems", "maxItems"]), "items");
+        let unique = schema.get("uniqueItems") == Some(&Value::Bool(true));
+        must(!unique || items.iter().enumerate().all(|(at, item)| !items[..at].contains(item)), "uniqueItems");
         let prefix = list("prefixItems").map_or(&[][..], Vec::as_slice);
         let rest = schema.get("items").unwrap_or(&Value::Bool(true));
         for (index, item) in items.iter().enumerate() {
@@ -81,6 +83,7 @@ pub fn errors(schema: &Value, value: &Value, root: &Value) -> Vec<String> {
             must(fields.contains_key(name.as_str().unwrap()), "required");
         }
         for (name, field) in fields {
+            must(schema.get("propertyNames").is_none_or(|part| valid(part, &name.as_str().into())), "propertyNames");
             let mut known = properties.get(name).into_iter().collect::<Vec<_>>();
             known.extend(
                 patterns

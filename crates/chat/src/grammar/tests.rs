@@ -395,7 +395,18 @@ fn libraries_schemas_are_accepted_if_strict() {
     let constants = json!({"oneOf": [{"const": "a", "title": "A"}, {"const": "b"}, {"enum": [1, 2]}, {"const": null}]});
     // zod's and TypeBox's values that are missing.
     let optional = json!({"anyOf": [{"not": {}}, {"type": "object", "additionalProperties": {"not": {}}}]});
-    for schema in [tagged, record, constants, optional] {
+    // Sets of Pydantic, records of zod 4, and alternatives of OpenAPI.
+    let set = json!({"type": "array", "items": {"$ref": "#/$defs/Colour"}, "uniqueItems": true, "minItems": 1,
+        "$defs": {"Colour": {"type": "string", "enum": ["red", "green", "blue"]}}});
+    let names = json!({"type": "object", "additionalProperties": {"type": "integer"}, "required": ["cpu"],
+        "propertyNames": {"type": "string", "enum": ["cpu", "ram"]}});
+    let short = json!({"type": "object", "propertyNames": {"minLength": 1, "maxLength": 3}, "maxProperties": 3});
+    let parent = json!({"oneOf": [{"$ref": "#/$defs/Page"}, {"$ref": "#/$defs/Database"}], "$defs": {
+        "Page": {"type": "object", "properties": {"page_id": {"type": "string"}}, "required": ["page_id"]},
+        "Database": {"type": "object", "properties": {"database_id": {"type": "string"}}, "required": ["database_id"]}}});
+    let either = json!({"type": "object", "properties": {"a": {"type": "null"}, "b": {"type": "null"}},
+        "oneOf": [{"required": ["a"]}, {"required": ["b"]}]});
+    for schema in [tagged, record, constants, optional, set, names, short, parent, either] {
         let constraint = compile(&json_format(&schema, true)).unwrap();
         for seed in 0..10 {
             let value: Value = serde_json::from_str(&text(&random_answer(constraint.clone(), seed))).unwrap();
