@@ -7,7 +7,7 @@
 
 use crate::http::{
     ApiError, ServerState,
-    layers::{MemoryPermit, RequestLog, value_bytes, with_deadline},
+    layers::{MemoryPermit, RequestLog, with_deadline},
     models::LoadedModel,
     output::{Renderer, renderer},
     request::{GenerationRequest, PromptInput},
@@ -43,19 +43,19 @@ impl Generator {
 
     /// Number of tokens of a request's prompt. Refuses every request that [`Generator::generate`] refuses, except for a
     /// prompt that is too long.
-    pub async fn count_tokens(&self, request: GenerationRequest, mut permit: MemoryPermit) -> Result<usize, ApiError> {
-        let request = self.with_remembered_tools(request, &mut permit).await?;
+    pub async fn count_tokens(&self, request: GenerationRequest, permit: MemoryPermit) -> Result<usize, ApiError> {
+        let request = self.with_remembered_tools(request, &permit).await?;
         let model = self.model(request.model(), &permit).await?;
         let choices = request.prepare(&model, &self.state.image_urls, &self.log, permit, None).await?;
         Ok(choices.prompts.iter().map(Vec::len).sum())
     }
 
     /// Remembers the tools of a request, if the server reuses tools. A request without tools gets the tools of the
-    /// conversation that it continues, and may not call them.
+    /// conversation that it continues.
     async fn with_remembered_tools(
         &self,
-        request: GenerationRequest,
-        permit: &mut MemoryPermit,
+        mut request: GenerationRequest,
+        permit: &MemoryPermit,
     ) -> Result<GenerationRequest, ApiError> {
         let Some(remembered) = self.state.remembered_tools.clone() else { return Ok(request) };
         if request.common.cache_prompt == Some(false) {
@@ -63,24 +63,14 @@ impl Generator {
         }
         let key = self.log.key();
         let look_up = move || {
-            let tools = match &request.prompt {
-                PromptInput::Chat(chat) => {
-                    let owner = (key, request.common.cache_salt.as_deref(), request.model());
-                    remembered.find_or_insert(owner, &chat.tools, &chat.messages)
-                }
-                PromptInput::Text(_) => None,
-            };
-            (request, tools)
+            if let PromptInput::Chat(chat) = &mut request.prompt {
+                let owner = (key, request.common.cache_salt.as_deref(), request.common.model.as_deref());
+                chat.reused_tools = remembered.find_or_insert(owner, &chat.tools, &chat.messages);
+            }
+            request
         };
         // The messages may have megabytes of images.
-        let (mut request, tools) = permit.run(look_up).await?;
-        if let (Some(tools), PromptInput::Chat(chat)) = (tools, &mut request.prompt) {
-            permit.grow(tools.iter().map(value_bytes).sum())?;
-            self.log.set_reused_tools(tools.len());
-            chat.tools = tools.to_vec();
-            chat.forbids_calls = true;
-        }
-        Ok(request)
+        permit.run(look_up).await
     }
 
     /// Waits for the model, queues the request and answers with one body or a stream.
@@ -90,10 +80,10 @@ impl Generator {
     pub async fn generate<R: Renderer>(
         self,
         request: GenerationRequest,
-        mut permit: MemoryPermit,
+        permit: MemoryPermit,
         mut renderer: R,
     ) -> Result<Response, ApiError> {
-        let request = self.with_remembered_tools(request, &mut permit).await?;
+        let request = self.with_remembered_tools(request, &permit).await?;
         let Self { state, log } = self;
         let client = request.common.client(&log);
         let bytes = permit.bytes() + renderer.held_bytes();

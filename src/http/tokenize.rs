@@ -6,7 +6,7 @@ use crate::http::{
     generate::Generator,
     layers::{body_guard, memory},
     output::completion_logprobs,
-    request::{ChatPrompt, body, messages, sampling_params, tools},
+    request::{ChatPrompt, EncodedChat, body, messages, sampling_params, tools},
 };
 use axum::{
     Json,
@@ -51,22 +51,22 @@ pub struct Tokenized {
 pub async fn tokenize(server: Generator, body: Body) -> Result<Response, ApiError> {
     let (request, mut permit) = body::json::<TokenizeRequest>(&server.state, body).await?;
     let model = server.model(request.model.as_deref(), &permit).await?;
-    let (text, images) = match (request.prompt.or(request.content), request.messages) {
-        (Some(prompt), None) => (prompt, Vec::new()),
+    // The prompt may be longer than the context. Only memory limits its length.
+    let tokens = match (request.prompt.or(request.content), request.messages) {
+        (Some(prompt), None) => model.tokenize(&mut permit, prompt, usize::MAX).await?.0,
         (None, Some(messages)) => {
             let continues = request.continue_final_message.unwrap_or(false);
             let tools = request.tools.unwrap_or_default();
             let mut chat = ChatPrompt::new(messages::read(messages)?, continues, tools, tools::chat_path)?;
             chat.kwargs = request.chat_template_kwargs.unwrap_or_default();
             chat.add_generation_prompt = request.add_generation_prompt.unwrap_or(!continues);
-            let (text, images, _) = model.render(&mut permit, chat, &server.state.image_urls, None).await?;
-            (text, images)
+            let messages = std::mem::take(&mut chat.messages);
+            let messages = model.decode_images(&mut permit, messages, &server.state.image_urls, None).await?;
+            let EncodedChat { ids, .. } = model.encode_chat(&mut permit, messages, chat, usize::MAX).await?;
+            ids
         }
         _ => return Err(ApiError::invalid("prompt", "Send either prompt or messages.")),
     };
-    // The text may be longer than the context. Only memory limits the length of the text.
-    let (tokens, _) = model.tokenize(&mut permit, text, usize::MAX).await?;
-    let (tokens, _) = model.place_images(tokens, images, "messages")?;
     let has_strings = request.return_token_strs.unwrap_or(false);
     permit.grow(memory::token_list_bytes(tokens.len(), has_strings))?;
     let texts = || tokens.iter().map(|&id| model.tokenizer.token(id).unwrap_or_default()).collect();

@@ -1,7 +1,7 @@
 //! Tests of tools that are defined in the middle of a conversation: `defer_loading`, `tool_reference`, and the tool search
 //! of Responses.
 
-use super::server::{CALLS_WITH_WORD, EOS, Server, Setup, demo, serve_checkpoint};
+use super::server::{CALLS_WITH_WORD, EOS, Server, Setup, demo, mixes, serve_checkpoint};
 use moestro_engine::Options;
 use moestro_model::model::LoadOptions;
 use serde_json::{Value, json};
@@ -313,8 +313,7 @@ async fn answer_after_searches_equals_that_of_fresh_server() {
 #[tokio::test]
 #[ignore = "long: 40 random conversations"]
 async fn answers_after_many_searches_equal_those_of_fresh_server() {
-    let mixes = std::env::var("MOESTRO_MIXES").map_or(40, |mixes| mixes.parse().unwrap());
-    compare_with_fresh_server(Dice(100), mixes).await;
+    compare_with_fresh_server(Dice(100), mixes() as usize).await;
 }
 
 /// Sends random conversations turn by turn, and their last turns to a server that has not cached them.

@@ -1,7 +1,7 @@
 //! Tests of `--reuse-tools`: a request without tools that continues a conversation with tools.
 
-use super::server::{Server, Setup};
-use moestro::http::ServerState;
+use super::server::{Server, Setup, mixes};
+use moestro::http::{RequestLimits, ServerState};
 use serde_json::{Value, json};
 use test_support::formats::Source;
 
@@ -174,6 +174,48 @@ async fn streams_and_counts_reuse_tools() {
     }
 }
 
+/// A request is answered with the tools exactly if its prompt and its answer then fit.
+#[tokio::test]
+async fn full_context_leaves_out_tools() {
+    for most in [None, Some(5000)] {
+        let limits = RequestLimits { max_prompt_tokens: most, ..RequestLimits::default() };
+        let setup = || Setup { context: 8192, limits, ..Setup::default() };
+        let reusing = Setup { configure: ServerState::reuse_tools, ..setup() }.start().await;
+        let plain = setup().start().await;
+        for path in [CHAT, MESSAGES, RESPONSES] {
+            let mut seen = [0; 3];
+            for words in (2000..9000).step_by(500) {
+                let opening = format!("{words} {}", "word ".repeat(words));
+                let mut turns = TURNS;
+                turns[0] = &opening;
+                let limit = if path == RESPONSES { "max_output_tokens" } else { "max_tokens" };
+                let names: Vec<String> = (0..9).map(|number| format!("read_list_{number}")).collect();
+                let names: Vec<&str> = names.iter().map(String::as_str).collect();
+                let earlier = with(request(path, SYSTEM, &turns[..3]), json!({"tools": tools(path, &names), limit: 1}));
+                reusing.post(path, &earlier).await.text().await;
+                let summary = with(request(path, SYSTEM, &turns), json!({limit: 1500}));
+                let with_tools = plain.post(path, &without_calls(path, &summary, &names)).await;
+                let fits = with_tools.status == 200;
+                let with_tools = with_tools.json().await;
+                let fits = fits && prompt_tokens(path, &with_tools).0 + 1500 <= 8192;
+                let without = plain.post(path, &summary).await;
+                let is_refused = without.status != 200;
+                let (status, without) = (without.status, without.json().await);
+                let answer = reusing.post(path, &summary).await;
+                let reused = answer.header(HEADER).map(str::to_owned);
+                assert_eq!(answer.status, status, "{path}, {words} words");
+                assert_eq!(reused.as_deref(), fits.then_some("9"), "{path}, {words} words");
+                if !is_refused {
+                    let expected = if fits { with_tools } else { without };
+                    assert_eq!(written(path, &answer.json().await), written(path, &expected), "{path}, {words} words");
+                }
+                seen[usize::from(!fits) + usize::from(is_refused)] += 1;
+            }
+            assert!(seen.iter().all(|&count| count > 0), "{path}: {seen:?}");
+        }
+    }
+}
+
 /// A step of a conversation.
 #[derive(Clone, Copy, PartialEq)]
 enum Step {
@@ -230,7 +272,7 @@ async fn random_conversations_equal_requests_with_forbidden_calls() {
     let reusing = server(ServerState::reuse_tools, None).await;
     let plain = server(|_| (), None).await;
     let names = ["read_list", "count_parts", "find_part", "move_part"];
-    for seed in 0..40 {
+    for seed in 0..mixes() {
         let mut source = Source::new(&[], seed);
         let path = [CHAT, MESSAGES, RESPONSES][source.below(3)];
         let steps = conversation(&mut source);

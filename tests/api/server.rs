@@ -94,6 +94,11 @@ pub struct Server {
 pub const CALLS_WITH_WORD: &str = "</think>\n\n<tool_call>\n<function=f>\n<parameter=days>\nsoon\n</parameter>\n\
                                    </function>\n</tool_call>";
 
+/// Number of random mixes of a test: `MOESTRO_MIXES`, or by default 40.
+pub fn mixes() -> u64 {
+    std::env::var("MOESTRO_MIXES").map_or(40, |mixes| mixes.parse().unwrap())
+}
+
 /// Makes a stream send an event after 100 ms without one, instead of 5 s.
 pub fn frequent_events(state: &mut ServerState) {
     state.timeouts.event = Duration::from_millis(100);

@@ -7,7 +7,7 @@ use crate::http::{ApiError, layers::unique_id, openai::ChatRequest};
 use moestro_chat::{Content, Message, Role};
 
 /// Marker at the end of the last message.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct EndMarker {
     text: String,
     /// True if the message has reasoning but no content, so that the answer starts in the reasoning.

@@ -11,6 +11,7 @@ use crate::http::{
 };
 use moestro_chat::Message;
 use serde_json::{Map, Value};
+use std::sync::Arc;
 
 /// A checked request. The sampling parameters, the context length and the grammar depend on the model, so they are
 /// checked in [`GenerationRequest::prepare`].
@@ -40,13 +41,15 @@ pub enum PromptInput {
 }
 
 /// A conversation that is ready for the chat template.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct ChatPrompt {
     pub messages: Vec<Message<ImagePart>>,
     /// Checked tools. Messages may define deferred tools.
     pub tools: Vec<Value>,
     /// True if `tool_choice` is `none`: the prompt has the tools, but the model may not call tools.
     pub forbids_calls: bool,
+    /// Tools of an earlier request. The prompt has them, with calls forbidden, if it fits into the context with them.
+    pub reused_tools: Option<Arc<[Value]>>,
     /// Other variables of the template.
     pub kwargs: Map<String, Value>,
     /// Value of `enable_thinking` if neither the request nor the server sets it. If this is `None`, the template
@@ -102,6 +105,7 @@ impl ChatPrompt {
             messages,
             tools,
             forbids_calls: false,
+            reused_tools: None,
             kwargs: Map::new(),
             default_thinking: None,
             add_generation_prompt: !continues,

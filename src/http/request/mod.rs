@@ -25,7 +25,7 @@ pub use continue_final::EndMarker;
 pub use fields::FieldTable;
 pub use generation_request::{ChatPrompt, GenerationRequest, PromptInput};
 pub use image_urls::ImageUrls;
-pub use prompt::boundaries;
+pub use prompt::{EncodedChat, boundaries};
 pub use remembered_tools::RememberedTools;
 pub use response_format::RequestedFormat;
 pub use thinking::Thinking;

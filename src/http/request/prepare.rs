@@ -5,11 +5,15 @@ use crate::http::{
     layers::{MemoryPermit, RequestLog, memory},
     models::LoadedModel,
     output::{ChatParams, Choices},
-    request::{ChatPrompt, GenerationRequest, ImageUrls, PromptInput, response_format, sampling_params as params},
+    request::{
+        ChatPrompt, EncodedChat, GenerationRequest, ImageUrls, PromptInput, response_format, sampling_params as params,
+    },
 };
-use moestro_chat::Template;
 use moestro_engine::{CacheSalt, Request};
-use std::{collections::VecDeque, sync::Arc};
+use std::{collections::VecDeque, mem, sync::Arc};
+
+/// Number of tokens for the answer that must fit after a prompt with the tools of an earlier request.
+const SUMMARY_TOKENS: usize = 2048;
 
 /// Logit bias of a token that must not be sampled.
 const FORBIDDEN: f32 = -1e9;
@@ -28,23 +32,33 @@ impl GenerationRequest {
         let Self { common, max_tokens, parallel_tool_calls, .. } = self;
         let mut sampling = common.sampling(&model.defaults, model.engine.vocab())?;
         let most_tokens = context.unwrap_or(usize::MAX);
+        let limits = &model.limits;
+        let max_tokens = max_tokens.or(limits.max_tokens);
         let mut images = Vec::new();
         let (param, prompts, chat) = match self.prompt {
             PromptInput::Text(prompt) => {
                 ("prompt", model.encode_all(&mut permit, prompt, self.n, most_tokens).await?, None)
             }
-            PromptInput::Chat(chat) => {
-                let (prompt, decoded, chat) = model.render(&mut permit, chat, urls, Some(log)).await?;
-                let ChatPrompt { mut tools, forbids_calls, end_marker, param, .. } = chat;
+            PromptInput::Chat(mut chat) => {
+                let messages = mem::take(&mut chat.messages);
+                let messages = model.decode_images(&mut permit, messages, urls, Some(log)).await?;
+                let room = max_tokens.unwrap_or(usize::MAX).min(SUMMARY_TOKENS);
+                let most_reusing = model.engine.context().saturating_sub(room);
+                let most_reusing = most_reusing.min(limits.max_prompt_tokens.unwrap_or(usize::MAX));
+                let reusing = model.encode_with_reused_tools(&mut permit, &messages, &chat, most_reusing).await;
+                let EncodedChat { ids, images: placed, in_reasoning, chat } = match reusing {
+                    Some(reusing) => {
+                        log.set_reused_tools(reusing.chat.tools.len());
+                        reusing
+                    }
+                    None => model.encode_chat(&mut permit, messages, chat, most_tokens).await?,
+                };
+                let ChatPrompt { mut tools, forbids_calls, param, .. } = chat;
                 if forbids_calls {
                     tools.clear();
                     let call = model.tokenizer.id("<tool_call>");
                     sampling.logit_bias.extend(call.map(|id| (id, FORBIDDEN)));
                 }
-                let in_reasoning =
-                    end_marker.map_or_else(|| Template::opens_in_reasoning(&prompt), |marker| marker.in_reasoning);
-                let ids = model.encode(&mut permit, prompt, most_tokens, param).await?;
-                let (ids, placed) = model.place_images(ids, decoded, param)?;
                 images = placed;
                 (param, vec![ids], Some(ChatParams { tools, in_reasoning, parallel_tool_calls }))
             }
@@ -58,8 +72,6 @@ impl GenerationRequest {
             .map_or(0, |top| prompts.iter().map(Vec::len).max().unwrap_or(0) * (1 + top) * memory::LOGPROB_BYTES);
         let pixels: usize = images.iter().map(|placed| placed.image.pixels.data.len()).sum();
         permit.resize(tokens + echoed + pixels + memory::rendering_bytes(tools) + common.bytes())?;
-        let limits = &model.limits;
-        let max_tokens = max_tokens.or(limits.max_tokens);
         if let Some(context) = context {
             for ids in &prompts {
                 params::check_context(param, ids.len(), max_tokens, context)?;

@@ -2,13 +2,13 @@
 
 use crate::http::{
     ApiError,
-    layers::{MemoryPermit, RequestLog, memory},
+    layers::{MemoryPermit, memory, value_bytes},
     models::LoadedModel,
     openai::{CompletionPrompt, TextOrIds},
-    request::{ChatPrompt, ImageUrls, content_parts::reference_sentence, sampling_params as params, tools},
+    request::{ChatPrompt, content_parts::reference_sentence, sampling_params as params, tools},
 };
 use moestro_chat::{Conversation, Message, Speaker, Template, Tokenizer, error::ChatError, message_ends};
-use moestro_engine::{Boundary, BoundaryKind, Image};
+use moestro_engine::{Boundary, BoundaryKind, Image, PlacedImage};
 use serde_json::{Map, Value};
 use std::{collections::BTreeMap, mem, sync::Arc};
 
@@ -16,16 +16,15 @@ use std::{collections::BTreeMap, mem, sync::Arc};
 const MAX_CHOICES: usize = 2048;
 
 impl LoadedModel {
-    /// Decodes the images of a conversation and renders it. Returns the prompt, the images in its order, and the
-    /// conversation without its messages. `permit` grows by the prompt and the images.
-    pub async fn render(
+    /// Renders a conversation with these messages and tokenizes it. `permit` grows by the tokens. Refuses a prompt whose
+    /// text certainly does not fit into the `context`.
+    pub async fn encode_chat(
         self: &Arc<Self>,
         permit: &mut MemoryPermit,
-        mut chat: ChatPrompt,
-        urls: &Arc<ImageUrls>,
-        log: Option<&RequestLog>,
-    ) -> Result<(String, Vec<Arc<Image>>, ChatPrompt), ApiError> {
-        let messages = self.decode_images(permit, mem::take(&mut chat.messages), urls, log).await?;
+        messages: Vec<Message<Arc<Image>>>,
+        chat: ChatPrompt,
+        context: usize,
+    ) -> Result<EncodedChat, ApiError> {
         let variables = memory::rendering_bytes(chat.tools.iter().chain(chat.kwargs.values()));
         let working = variables + messages.iter().map(memory::message_bytes).sum::<usize>();
         let images = messages.iter().flat_map(Message::images).cloned().collect();
@@ -33,7 +32,35 @@ impl LoadedModel {
         let prompt_bytes =
             |rendered: &Result<(String, _), _>| rendered.as_ref().map_or(0, |(prompt, _)| prompt.capacity());
         let (prompt, chat) = permit.run_with(working, move || model.render_now(messages, chat), prompt_bytes).await??;
-        Ok((prompt, images, chat))
+        let in_reasoning = chat
+            .end_marker
+            .as_ref()
+            .map_or_else(|| Template::opens_in_reasoning(&prompt), |marker| marker.in_reasoning);
+        let ids = self.encode(permit, prompt, context, chat.param).await?;
+        let (ids, images) = self.place_images(ids, images, chat.param)?;
+        Ok(EncodedChat { ids, images, in_reasoning, chat })
+    }
+
+    /// Renders and tokenizes a conversation with the tools of an earlier request. Returns `None` if there are no such
+    /// tools, if the prompt has more than `most` tokens with them, or if it cannot have them for another reason.
+    pub async fn encode_with_reused_tools(
+        self: &Arc<Self>,
+        permit: &mut MemoryPermit,
+        messages: &[Message<Arc<Image>>],
+        chat: &ChatPrompt,
+        most: usize,
+    ) -> Option<EncodedChat> {
+        let tools = chat.reused_tools.as_ref()?;
+        let before = permit.bytes();
+        let copied: usize = tools.iter().map(value_bytes).chain(messages.iter().map(memory::message_bytes)).sum();
+        permit.grow(copied).ok()?;
+        let chat = ChatPrompt { tools: tools.to_vec(), forbids_calls: true, ..chat.clone() };
+        let encoded = self.encode_chat(permit, messages.to_vec(), chat, most).await;
+        let encoded = encoded.ok().filter(|encoded| encoded.ids.len() <= most);
+        if encoded.is_none() {
+            permit.resize(before).ok()?;
+        }
+        encoded
     }
 
     fn render_now(
@@ -133,6 +160,16 @@ impl LoadedModel {
         }
         Ok((ids, start == text.len()))
     }
+}
+
+/// The token ids of a conversation.
+pub struct EncodedChat {
+    pub ids: Vec<u32>,
+    pub images: Vec<PlacedImage>,
+    /// True if the answer starts in the reasoning.
+    pub in_reasoning: bool,
+    /// The conversation without its messages.
+    pub chat: ChatPrompt,
 }
 
 /// Renders messages, with the tools that are not deferred at the start. Reorders the tools.
