@@ -2,7 +2,7 @@
 //! (`tests/fixtures/make.py`). Covers both CPU arithmetics, chunk sizes, thread counts, and the layouts of the files.
 
 use crate::common::{
-    argmax, bound, decode, distance,
+    bound, decode, distance,
     fixtures::{self, DEMO, Folded},
     load, load_with, margin, prefill,
 };
@@ -111,22 +111,6 @@ fn model_start(model: &mut Qwen) -> moestro_model::model::QwenState {
 
 fn one(model: &mut Qwen, state: &mut moestro_model::model::QwenState, id: u32) -> Vec<f32> {
     model.forward(state, &[id], moestro_model::model::Rows::Last).unwrap().data.to_vec()
-}
-
-/// Loads the same weights from Hugging Face's layouts: zero-centred norms, `[C, 1, K]` convolutions, other names, and
-/// experts fused or one by one. The logits must have the same bits.
-#[test]
-fn hugging_face_layouts_give_same_logits() {
-    let mlx = Folded::read("bf16");
-    let ids: Vec<u32> = (0..40).map(|n| n * 7 % 96).collect();
-    let dir = mlx.unfold();
-    let (expected, ..) = prefill(&mut load(dir.path(), CpuArithmetic::Integer), &ids, 100);
-    for fused in [true, false] {
-        let dir = mlx.unfold_as_hugging_face(fused);
-        let (logits, ..) = prefill(&mut load(dir.path(), CpuArithmetic::Integer), &ids, 100);
-        assert!(logits.data == expected.data, "fused: {fused}");
-        assert_ne!(argmax(logits.row(0)), argmax(logits.row(39)));
-    }
 }
 
 /// A convolution of width 1 has the same shape in both layouts. The tensor names therefore decide whether norms store

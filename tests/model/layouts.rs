@@ -381,6 +381,8 @@ fn mixed_floats_give_same_logits() {
     }
 }
 
+/// Loads the same weights from Hugging Face's layouts: zero-centred norms, `[C, 1, K]` convolutions, other names, and
+/// experts fused or one by one. The logits must have the same bits.
 #[test]
 fn hugging_face_layouts_give_same_logits() {
     let known = Layout::of("bf16").logits();
