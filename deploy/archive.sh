@@ -15,6 +15,10 @@ if [[ $target == *-linux-* ]] && readelf --section-headers "$binary" | grep -q '
   echo "archive.sh: $binary is not stripped" >&2
   exit 1
 fi
+if [ "$(wc -c < "$binary")" -gt 35000000 ]; then
+  echo "archive.sh: $binary has more than 35 MB" >&2
+  exit 1
+fi
 cp "$root"/LICENSE* "$root/README.md" "$dir"
 "$dir/moestro" man "$dir/man"
 for shell in bash zsh fish; do "$dir/moestro" completions $shell > "$dir/completions/moestro.$shell"; done
