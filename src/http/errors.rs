@@ -192,7 +192,10 @@ impl ApiError {
     }
 
     pub fn no_such_response(id: &str, param: &str) -> Self {
-        let message = format!("The response `{id}` is not stored here. It had `store: false`, or was evicted.");
+        let message = format!(
+            "The response `{id}` is not stored here. It had `store: false`, was evicted, or the \
+                               server has been restarted since."
+        );
         Self::client(StatusCode::NOT_FOUND, "response_not_found", message).at(param)
     }
 

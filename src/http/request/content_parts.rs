@@ -1,4 +1,4 @@
-//! Content parts of messages: text, images, and the sentences that replace audio, video and files.
+//! Content parts of messages: text, text files, images, and the sentences that replace audio, video and other files.
 //!
 //! In a new user message, a part that the model cannot read is refused, because the user expects the model to see the
 //! part. In tool results and earlier messages, a sentence replaces such a part, also if its type is unknown or its
@@ -6,11 +6,20 @@
 //! is known: see [`images`](super::images).
 
 use crate::http::ApiError;
+use base64::{Engine, engine::general_purpose};
 use moestro_chat::{Content, Part};
 use serde_json::Value;
 
 /// Maximum number of characters of a type or a tool's name in the sentence that replaces a part.
 const SHOWN_CHARS: usize = 128;
+
+/// Base64 with or without padding.
+pub const BASE64: general_purpose::GeneralPurpose = general_purpose::GeneralPurpose::new(
+    &base64::alphabet::STANDARD,
+    general_purpose::GeneralPurposeConfig::new()
+        .with_decode_padding_mode(base64::engine::DecodePaddingMode::Indifferent)
+        .with_decode_allow_trailing_bits(true),
+);
 
 /// Introduces the summary that replaces a compacted conversation.
 pub const SUMMARY_INTRODUCTION: &str = "Summary of the conversation so far:\n\n";
@@ -109,6 +118,9 @@ impl PartFormat {
     }
 
     fn readable_text(&self, part: &Value, at: &str, is_new: bool) -> Result<String, ApiError> {
+        if let Some(text) = file_text(part) {
+            return Ok(text);
+        }
         let source = &part["source"];
         let document = source["data"].as_str().filter(|_| source["type"] == "text");
         let text = part["text"].as_str().or(part["refusal"].as_str());
@@ -191,6 +203,22 @@ fn from_url(url: &str) -> ImageSource {
         Some((head, data)) if head.to_ascii_lowercase().ends_with(";base64") => ImageSource::Base64(data.to_owned()),
         _ => ImageSource::Invalid("has a data: URL that is not base64"),
     }
+}
+
+/// The name and the content of a file, if the part has a text file as base64 or as a `data:` URL. Other files, such as PDF, are
+/// not read.
+fn file_text(part: &Value) -> Option<String> {
+    let (data, name) = match part["type"].as_str()? {
+        "input_file" => (&part["file_data"], &part["filename"]),
+        "file" => (&part["file"]["file_data"], &part["file"]["filename"]),
+        "document" if part["source"]["type"] == "base64" => (&part["source"]["data"], &part["title"]),
+        _ => return None,
+    };
+    let data = data.as_str()?;
+    let base64 = data.split_once(";base64,").map_or(data, |(_, base64)| base64);
+    let text = String::from_utf8(BASE64.decode(base64).ok()?).ok()?;
+    let is_text = !text.contains('\0') && !text.starts_with("%PDF-");
+    is_text.then(|| name.as_str().into_iter().chain([&*text]).collect::<Vec<_>>().join("\n"))
 }
 
 /// What a part of type `kind` holds. `None` for an unknown type.
@@ -365,6 +393,43 @@ mod tests {
         assert_eq!(text, "T\nhttps://x\na\n\nb\n\nd\n\na\n\nb");
         let error = format.text(&json!([{"type": "search_result", "content": 5}]), "m", true).unwrap_err();
         assert_eq!(error.body()["error"]["param"], "m[0].content");
+    }
+
+    #[test]
+    fn text_files_are_read() {
+        let format = PartFormat { types: &["text"], separator: "" };
+        let base64 = |bytes: &[u8]| BASE64.encode(bytes);
+        let url = |kind: &str, bytes: &[u8]| format!("data:{kind};base64,{}", base64(bytes));
+        let input = |data: String| json!({"type": "input_file", "filename": "a.txt", "file_data": data});
+        let source = |kind: &str, bytes: &[u8]| {
+            let source = json!({"type": "base64", "media_type": kind, "data": base64(bytes)});
+            json!({"type": "document", "source": source, "title": "a.txt"})
+        };
+        let line = "Zwölf\n".as_bytes();
+        for part in [
+            input(url("text/plain", line)),
+            input(url("application/json;charset=utf-8", line)),
+            input(base64(line)),
+            json!({"type": "file", "file": {"filename": "a.txt", "file_data": url("text/x-python", line)}}),
+            source("text/plain", line),
+        ] {
+            assert_eq!(format.part_text(&part, "m", true).unwrap(), "a.txt\nZwölf\n", "{part}");
+        }
+        let unnamed = json!({"type": "input_file", "file_data": base64(b"x")});
+        assert_eq!(format.part_text(&unnamed, "m", true).unwrap(), "x");
+        for part in [
+            input(url("application/pdf", b"%PDF-1.4")),
+            input(base64(&[0xff, 0xfe, 1])),
+            input(base64(b"a\0b")),
+            input("no base64!".into()),
+            json!({"type": "input_file", "file_id": "file_1"}),
+            json!({"type": "file", "file": {"file_id": "file_1"}}),
+            json!({"type": "file", "file": 5}),
+            source("application/pdf", b"%PDF-1.4"),
+        ] {
+            assert_eq!(format.part_text(&part, "m", true).unwrap_err().status, 400, "{part}");
+            assert_eq!(format.part_text(&part, "m", false).unwrap(), "[file not shown: this model cannot read it]");
+        }
     }
 
     #[test]

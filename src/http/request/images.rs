@@ -7,9 +7,9 @@ use crate::http::{
     ApiError,
     layers::{MemoryPermit, RequestLog},
     models::LoadedModel,
-    request::{ImagePart, ImageSource, ImageUrls, image_urls::ImageDownloads},
+    request::{ImagePart, ImageSource, ImageUrls, content_parts::BASE64, image_urls::ImageDownloads},
 };
-use base64::{Engine, engine::general_purpose};
+use base64::Engine;
 use moestro_chat::{Content, Message, Part, Role};
 use moestro_engine::{Image, ImageProcessor, PlacedImage, place_images};
 use moestro_model::error::ImageError;
@@ -19,13 +19,6 @@ use std::sync::Arc;
 const MAX_IMAGES: usize = 16;
 /// Maximum number of tokens of an image with `detail: low`.
 const LOW_DETAIL_TOKENS: usize = 256;
-
-const BASE64: general_purpose::GeneralPurpose = general_purpose::GeneralPurpose::new(
-    &base64::alphabet::STANDARD,
-    general_purpose::GeneralPurposeConfig::new()
-        .with_decode_padding_mode(base64::engine::DecodePaddingMode::Indifferent)
-        .with_decode_allow_trailing_bits(true),
-);
 
 /// Reason why an image is not shown to a model that reads text only. Completes "the image ...".
 const BLIND: &str =
