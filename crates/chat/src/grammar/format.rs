@@ -61,10 +61,11 @@ pub(super) const NO_TEXT: &str = "no text can match it";
 
 /// llguidance's error message without the names of llguidance's internals.
 pub(super) fn plain_reason(error: &str) -> String {
-    // The regex parser writes the reason in the last line of its message, below the expression.
+    // The regex parser writes the reason in its own line, below the expression. llguidance's lines with the place of the
+    // expression in its grammar follow.
     if error.contains("regex parse error") {
-        let last = error.lines().last().unwrap_or_default();
-        return format!("the expression is not supported: {}", last.trim_start_matches("error: "));
+        let reason = error.lines().find_map(|line| line.strip_prefix("error: "));
+        return format!("the expression is not supported: {}", reason.unwrap_or("it cannot be read"));
     }
     let first = error.lines().next().unwrap_or_default();
     let required = first.strip_prefix("Unsatisfiable schema: required property ");
@@ -87,4 +88,41 @@ pub(super) fn plain_reason(error: &str) -> String {
 /// A schema that matches every JSON object.
 pub fn any_object() -> Value {
     json!({"type": "object"})
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        Tokenizer,
+        grammar::{CancelFlag, GrammarCompiler},
+    };
+    use std::{path::Path, sync::Arc};
+
+    #[test]
+    fn wrong_expression_error_has_the_reason() {
+        let dir = Path::new(test_support::ROOT).join("models/demo/moestro-demo");
+        let compiler = GrammarCompiler::new(Arc::new(Tokenizer::load(&dir).unwrap()), &[2040, 2038]);
+        for (expression, reason) in [
+            ("(a", "unclosed group"),
+            ("a)", "unopened group"),
+            ("a{2,1}", "invalid repetition count range, the start must be <= the end"),
+            ("[z-a]", "invalid character class range, the start must be <= the end"),
+            ("[a", "unclosed character class"),
+            ("*a", "repetition operator missing expression"),
+            ("(?=a)b", "look-around, including look-ahead and look-behind, is not supported"),
+            (r"\p{Foo}", "Unicode property not found"),
+            (r"(a)\1", "backreferences are not supported"),
+            ("(?P<n>a)(?P<n>b)", "duplicate capture group name"),
+            ("error: a\n(b", "unclosed group"),
+        ] {
+            for content in
+                [ContentFormat::Regex(expression.into()), ContentFormat::Lark(format!("start: /{expression}/"))]
+            {
+                let format = OutputFormat { content, tools: None };
+                let error = compiler.compile(&CancelFlag::default(), &format, false, None).err().unwrap();
+                assert_eq!(error.reason, format!("the expression is not supported: {reason}"), "{expression}");
+            }
+        }
+    }
 }
