@@ -8,8 +8,8 @@
 //   attention_decode_tiles    the same on matrix units
 //   attention_merge           merges the splits and applies the gate
 
-// MERGE_SIMDS: simdgroups that merge a head. MAX_SIMDS: most simdgroups that share the positions of a split.
-enum { MAX_SPLITS = 512, MAX_DIM = 256, MERGE_SIMDS = 16, MAX_SIMDS = 4 };
+// MERGE_SIMDS: simdgroups that merge a head.
+enum { MAX_SPLITS = 512, MAX_DIM = 256, MERGE_SIMDS = 16 };
 
 // Positions per split for a query at `position`. Small splits fill the device. The size doubles until there are at most
 // MAX_SPLITS splits.
@@ -154,24 +154,6 @@ FN float load_scale(DEVICE const short* block, uint dim, uint row THREAD_IDS_PAR
 FN uint row_of_batch(DEVICE const float*, uint n, uint last) { return min(n, last); }
 FN uint row_of_batch(DEVICE const short*, uint n, uint) { return n; }
 
-// Adds COUNT values, a power of two, over all lanes. Lane l receives the sum of value l / (32 / COUNT). The order of
-// the additions is that of CUDA's SIMD_SUM, but there are fewer exchanges.
-template <uint COUNT> FN float sum_values(THREAD float* v THREAD_IDS_PARAM) {
-  UNROLL for (uint mask = 16; mask > 0; mask /= 2) {
-    const uint half_count = COUNT * mask / 32;
-    if (half_count == 0) {
-      v[0] += SIMD_XOR(v[0], mask);
-      continue;
-    }
-    const bool upper = (lane & mask) != 0;
-    UNROLL for (uint i = 0; i < half_count; i++) {
-      const float kept = upper ? v[i + half_count] : v[i], sent = upper ? v[i] : v[i + half_count];
-      v[i] = kept + SIMD_XOR(sent, mask);
-    }
-  }
-  return v[0];
-}
-
 // Attention over one split of the positions: a softmax without normalisation.
 //
 // Each simdgroup has HEADS query heads of one kv head. PARTS simdgroups share the same heads: each has every PARTS-th
@@ -218,8 +200,8 @@ FN void attend_split(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE co
       if (FULL || i < dim) load_cached4(q + (ulong(token) * a.heads + head + h) * dim + i, query + to);
       UNROLL for (uint n = 0; n < 4; n++) query[to + n] *= a.scale;
     }
-  // This lane's head and position in a batch. The denominator has this position of each batch only.
-  const uint mine = lane / (32 / SCORES), own_head = mine / BATCH, own = mine % BATCH;
+  // This lane's position in a batch. The denominator has this position of each batch only.
+  const uint own = lane / (32 / SCORES) % BATCH;
   float max_score = -as_type<float>(0x7f7fffffu), denominator = 0;
   uint turn = set;  // this simdgroup prefetches at turn 0
   for (uint p = first + part * BATCH; p < end; p += STRIDE, turn = (turn == 0 ? sets : turn) - 1) {
@@ -246,14 +228,9 @@ FN void attend_split(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE co
           score[h * BATCH + n] = fma(query[h * COLUMNS + j], unpacked[j], score[h * BATCH + n]);
     }
     const bool exists = p + own < end;
-    const float product = sum_values<SCORES>(score THREAD_IDS);
-    const float own_score = exists ? product * key_scale : -as_type<float>(0x7f7fffffu);
-    float new_max = own_score;
-    UNROLL for (uint mask = 32 / SCORES; mask < HEAD_LANES; mask *= 2) new_max = max(new_max, SIMD_XOR(new_max, mask));
-    new_max = max(max_score, new_max);
-    const float rescale = FAST_EXP(max_score - new_max), weight = exists ? FAST_EXP(own_score - new_max) : 0.0f;
-    max_score = new_max;
-    denominator = fma(denominator, rescale, weight);
+    const float product = sum_values<SCORES>(score THREAD_IDS) * key_scale;
+    float rescale;
+    const float weight = own_weight<SCORES, HEAD_LANES>(exists, product, &max_score, &denominator, &rescale THREAD_IDS);
     const float scaled = exists ? weight * value_scale : 0.0f;
     UNROLL for (uint h = 0; h < HEADS; h++) {
       const float factor = SIMD_LANE(rescale, h * HEAD_LANES);
@@ -270,31 +247,8 @@ FN void attend_split(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE co
     }
   }
   UNROLL for (uint mask = 32 / SCORES; mask < HEAD_LANES; mask *= 2) denominator += SIMD_XOR(denominator, mask);
-  if (PARTS == 2) {
-    // Part 0 joins the first SHARE heads, and part 1 the others. Each part stores what the other part joins.
-    const uint other = (sg + sets) % simds;
-    if (lane % HEAD_LANES == 0) {
-      shares[(sg * 4 + own_head) * 2] = max_score;
-      shares[(sg * 4 + own_head) * 2 + 1] = denominator;
-    }
-    UNROLL for (uint h = 0; h < HEADS; h++) {
-      if ((h < SHARE) == (part == 0)) continue;
-      UNROLL for (uint j = 0; j < COLUMNS; j++)
-        joined[(sg * SHARE + h % SHARE) * WIDTH + 32 * j + lane] = sum[h * COLUMNS + j];
-    }
-    BARRIER();
-    const float other_max = shares[(other * 4 + own_head) * 2], new_max = max(max_score, other_max);
-    const float ours = FAST_EXP(max_score - new_max), theirs = FAST_EXP(other_max - new_max);
-    max_score = new_max;
-    denominator = fma(shares[(other * 4 + own_head) * 2 + 1], theirs, denominator * ours);
-    UNROLL for (uint h = 0; h < HEADS; h++) {
-      const float keep = SIMD_LANE(ours, h * HEAD_LANES), add = SIMD_LANE(theirs, h * HEAD_LANES);
-      if ((h < SHARE) != (part == 0)) continue;
-      UNROLL for (uint j = 0; j < COLUMNS; j++)
-        sum[h * COLUMNS + j] = fma(joined[(other * SHARE + h % SHARE) * WIDTH + 32 * j + lane], add,
-                                   sum[h * COLUMNS + j] * keep);
-    }
-  }
+  if (PARTS == 2)
+    join_parts<HEADS, COLUMNS, HEAD_LANES>(sum, &max_score, &denominator, sets, joined, shares THREAD_IDS);
   UNROLL for (uint h = 0; h < HEADS; h++) {
     if (PARTS == 2 && (h < SHARE) != (part == 0)) continue;
     DEVICE float* out = partials + ((ulong(token) * a.heads + head + h) * a.splits + tgid.x) * (dim + 2);
@@ -355,12 +309,11 @@ KERNEL(attention_merge, ARGS(AttentionArgs, a), IN(float, proj, 1), IN(float, pa
 #define DECODE(T, COLUMNS)                                                                                             \
   SHARED(float, joined, MAX_SIMDS * 2 * 32 * COLUMNS);                                                                 \
   SHARED(float, shares, MAX_SIMDS * 4 * 2);                                                                            \
-  const uint groups = a.heads / a.kv_heads;                                                                            \
-  if (a.dim == 32 * COLUMNS && groups % 4 == 0)                                                                        \
+  if (a.shared_heads == 4)                                                                                             \
     attend_split<T, COLUMNS, 4, 2, true>(a, q, keys, values, table, rows, partials, joined, shares THREAD_IDS);        \
-  else if (a.dim == 32 * COLUMNS && groups % 3 == 0)                                                                   \
+  else if (a.shared_heads == 3)                                                                                        \
     attend_split<T, COLUMNS, 3, 2, true>(a, q, keys, values, table, rows, partials, joined, shares THREAD_IDS);        \
-  else if (groups % 2 == 0)                                                                                            \
+  else if (a.heads / a.kv_heads % 2 == 0)                                                                              \
     attend_split<T, COLUMNS, 2, 1, false>(a, q, keys, values, table, rows, partials, joined, shares THREAD_IDS);       \
   else                                                                                                                 \
     attend_split<T, COLUMNS, 1, 1, false>(a, q, keys, values, table, rows, partials, joined, shares THREAD_IDS);

@@ -5,8 +5,8 @@
 
 enum { MAX_DIM = 256 };
 // RECENT_SPLIT: number of recent positions in a split. MAX_SPLITS: maximum number of splits of the quantized positions.
-// BATCH: number of positions that are loaded together. PREFETCH_ROWS: number of positions that are prefetched together.
-enum { RECENT_SPLIT = 16, MAX_SPLITS = 256, BATCH = 4, PREFETCH_ROWS = 16, MERGE_THREADS = 512 };
+// PREFETCH_ROWS: number of positions that are prefetched together.
+enum { RECENT_SPLIT = 16, MAX_SPLITS = 256, PREFETCH_ROWS = 16, MERGE_THREADS = 512 };
 
 // Rounds half to even. |x| is at most 2^22.
 FN int nearest(float x) { return int(as_type<uint>(x + 12582912.0f) - 0x4b400000u); }
@@ -133,29 +133,33 @@ FN void unpack_quant_row(QuantRow from, THREAD float* to) {
   }
 }
 
-// Attention over positions `first`..`end` for HEADS queries from head `head`, as in attend_split of attention.metal.
-// With RECENT, the positions are read from the ring of recent positions, otherwise from the quantized pages.
-template <uint BITS, uint COLUMNS, uint HEADS, bool RECENT>
+// Attention over positions `first`..`end` for HEADS query heads from head `head` of kv head `kv`, as in attend_split of
+// attention.metal. With RECENT, the positions are read from the ring of recent positions, otherwise from the quantized
+// pages.
+template <uint BITS, uint COLUMNS, uint HEADS, uint PARTS, bool RECENT>
 FN void attend_range(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE const uchar* keys,
                      DEVICE const uchar* values, DEVICE const uint* table, DEVICE const float* recent_keys,
-                     DEVICE const float* recent_values, DEVICE float* partials, uint first, uint end, uint head,
-                     uint simds THREAD_IDS_PARAM) {
-  const uint token = tgid.z, codes = code_bytes<BITS>(a.dim), scales = scale_bytes(a.dim);
-  ulong page = RECENT ? 0 : page_block(table, a.kv_heads, tgid.y, first) * block_bytes<BITS>(a.dim);
-  float query[HEADS * COLUMNS], sum[HEADS * COLUMNS] = {}, max_score[HEADS], denominator[HEADS] = {};
-  UNROLL for (uint h = 0; h < HEADS; h++) {
-    max_score[h] = -as_type<float>(0x7f7fffffu);
+                     DEVICE const float* recent_values, DEVICE float* partials, uint first, uint end, uint kv,
+                     uint head, uint sets, THREADGROUP float* joined, THREADGROUP float* shares THREAD_IDS_PARAM) {
+  enum : uint { BATCH = HEADS < 3 ? 4 : 2, STRIDE = PARTS * BATCH };
+  enum : uint { SCORES = (HEADS == 3 ? 4 : HEADS) * BATCH, HEAD_LANES = 32 * BATCH / SCORES };
+  const uint token = tgid.z, codes = code_bytes<BITS>(a.dim), scales = scale_bytes(a.dim), part = sg / sets;
+  ulong page = RECENT ? 0 : page_block(table, a.kv_heads, kv, first) * block_bytes<BITS>(a.dim);
+  float query[HEADS * COLUMNS], sum[HEADS * COLUMNS] = {};
+  UNROLL for (uint h = 0; h < HEADS; h++)
     UNROLL for (uint j = 0; j < COLUMNS; j++) {
       const uint i = column<BITS, COLUMNS>(j THREAD_IDS);
       query[h * COLUMNS + j] = i < a.dim ? q[(ulong(token) * a.heads + head + h) * a.dim + i] * a.scale : 0.0f;
     }
-  }
-  for (uint block = first; block < end; block += BATCH) {
-    if (!RECENT && block % PAGE == 0) page = page_block(table, a.kv_heads, tgid.y, block) * block_bytes<BITS>(a.dim);
-    if (!RECENT && (block - first) % PREFETCH_ROWS == 0 && (block - first) / PREFETCH_ROWS % simds == sg) {
+  const uint own = lane / (32 / SCORES) % BATCH;  // this lane's position in a batch
+  float max_score = -as_type<float>(0x7f7fffffu), denominator = 0;
+  for (uint p = first + part * BATCH; p < end; p += STRIDE) {
+    if (!RECENT && p % PAGE < STRIDE && p - first >= STRIDE)
+      page = page_block(table, a.kv_heads, kv, p) * block_bytes<BITS>(a.dim);
+    if (!RECENT && (p - first) % PREFETCH_ROWS == 0 && (p - first) / PREFETCH_ROWS % sets == sg) {
       // Prefetches this and the next group of positions within one page.
-      const uint from = block == first ? block : block + PREFETCH_ROWS;
-      const uint to = min(min(block + 2 * PREFETCH_ROWS, end), block / PAGE * PAGE + PAGE);
+      const uint from = p == first ? p : p + PREFETCH_ROWS;
+      const uint to = min(min(p + 2 * PREFETCH_ROWS, end), p / PAGE * PAGE + PAGE);
       if (from < to) {
         const ulong at = page + from % PAGE * codes, scales_at = page + PAGE * codes + from % PAGE * scales;
         PREFETCH(keys + at, (to - from) * codes);
@@ -168,9 +172,9 @@ FN void attend_range(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE co
     QuantRow key[BATCH], value[BATCH];
     float recent[RECENT ? 2 * BATCH * COLUMNS : 1];
     UNROLL for (uint n = 0; n < BATCH; n++) {
-      const uint p = min(block + n, end - 1);
+      const uint at = min(p + n, end - 1);
       if (RECENT) {
-        const ulong row = (ulong(tgid.y) * a.ring_len + p % a.ring_len) * a.dim;
+        const ulong row = (ulong(kv) * a.ring_len + at % a.ring_len) * a.dim;
         key[n].scale = value[n].scale = 1;
         UNROLL for (uint j = 0; j < COLUMNS; j++) {
           const uint i = column<BITS, COLUMNS>(j THREAD_IDS);
@@ -178,11 +182,11 @@ FN void attend_range(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE co
           recent[(2 * n + 1) * COLUMNS + j] = i < a.dim ? recent_values[row + i] : 0.0f;
         }
       } else {
-        key[n] = load_quant_row<BITS, COLUMNS>(keys + page, p % PAGE, a.dim THREAD_IDS);
-        value[n] = load_quant_row<BITS, COLUMNS>(values + page, p % PAGE, a.dim THREAD_IDS);
+        key[n] = load_quant_row<BITS, COLUMNS>(keys + page, at % PAGE, a.dim THREAD_IDS);
+        value[n] = load_quant_row<BITS, COLUMNS>(values + page, at % PAGE, a.dim THREAD_IDS);
       }
     }
-    float score[HEADS * BATCH];
+    float score[SCORES] = {};
     UNROLL for (uint n = 0; n < BATCH; n++) {
       float row[COLUMNS];
       if (RECENT) {
@@ -196,19 +200,13 @@ FN void attend_range(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE co
         score[h * BATCH + n] = dot * key[n].scale;
       }
     }
-    UNROLL for (uint n = 0; n < HEADS * BATCH; n++) score[n] = SIMD_SUM(score[n]);
+    const float product = sum_values<SCORES>(score THREAD_IDS);
+    float rescale;
+    const float weight =
+        own_weight<SCORES, HEAD_LANES>(p + own < end, product, &max_score, &denominator, &rescale THREAD_IDS);
     UNROLL for (uint h = 0; h < HEADS; h++) {
-      float new_max = max_score[h];
-      UNROLL for (uint n = 0; n < BATCH; n++)
-        if (block + n < end) new_max = max(new_max, score[h * BATCH + n]);
-      const float rescale = FAST_EXP(max_score[h] - new_max);
-      max_score[h] = new_max;
-      denominator[h] *= rescale;
-      UNROLL for (uint j = 0; j < COLUMNS; j++) sum[h * COLUMNS + j] *= rescale;
-      UNROLL for (uint n = 0; n < BATCH; n++) {
-        score[h * BATCH + n] = block + n < end ? FAST_EXP(score[h * BATCH + n] - new_max) : 0.0f;
-        denominator[h] += score[h * BATCH + n];
-      }
+      const float factor = SIMD_LANE(rescale, h * HEAD_LANES);
+      UNROLL for (uint j = 0; j < COLUMNS; j++) sum[h * COLUMNS + j] *= factor;
     }
     UNROLL for (uint n = 0; n < BATCH; n++) {
       float row[COLUMNS];
@@ -218,29 +216,35 @@ FN void attend_range(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE co
         unpack_quant_row<BITS, COLUMNS>(value[n], row);
       }
       UNROLL for (uint h = 0; h < HEADS; h++) {
-        const float factor = score[h * BATCH + n] * value[n].scale;
+        const float factor = SIMD_LANE(weight, (h * BATCH + n) * (32 / SCORES)) * value[n].scale;
         UNROLL for (uint j = 0; j < COLUMNS; j++) sum[h * COLUMNS + j] = fma(factor, row[j], sum[h * COLUMNS + j]);
       }
     }
   }
+  UNROLL for (uint mask = 32 / SCORES; mask < HEAD_LANES; mask *= 2) denominator += SIMD_XOR(denominator, mask);
+  if (PARTS == 2)
+    join_parts<HEADS, COLUMNS, HEAD_LANES>(sum, &max_score, &denominator, sets, joined, shares THREAD_IDS);
   UNROLL for (uint h = 0; h < HEADS; h++) {
+    if (PARTS == 2 && (h < (HEADS + 1) / 2) != (part == 0)) continue;
     DEVICE float* out = partials + ((ulong(token) * a.heads + head + h) * a.splits + tgid.x) * (a.dim + 2);
     UNROLL for (uint j = 0; j < COLUMNS; j++) {
       const uint i = column<BITS, COLUMNS>(j THREAD_IDS);
       if (i < a.dim) out[i] = sum[h * COLUMNS + j];
     }
-    if (lane == 0) out[a.dim] = max_score[h], out[a.dim + 1] = denominator[h];
+    if (lane == h * HEAD_LANES) out[a.dim] = max_score, out[a.dim + 1] = denominator;
   }
 }
 
 // Attention over one split, recent or quantized, for HEADS queries per simdgroup. The grid and `partials` are those of
 // attend_split in attention.metal.
-template <uint BITS, uint COLUMNS, uint HEADS>
+template <uint BITS, uint COLUMNS, uint HEADS, uint PARTS>
 FN void attend_split(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE const uchar* keys,
                      DEVICE const uchar* values, DEVICE const uint* tables, DEVICE const SequenceRow* rows,
-                     DEVICE const float* rings_of_keys, DEVICE const float* rings_of_values,
-                     DEVICE float* partials THREAD_IDS_PARAM) {
-  const uint groups = a.heads / a.kv_heads, simds = groups / HEADS, head = tgid.y * groups + sg * HEADS;
+                     DEVICE const float* rings_of_keys, DEVICE const float* rings_of_values, DEVICE float* partials,
+                     THREADGROUP float* joined, THREADGROUP float* shares THREAD_IDS_PARAM) {
+  const uint groups = a.heads / a.kv_heads, all_sets = groups / HEADS;
+  const uint sets = PARTS == 1 ? all_sets : 2 - all_sets % 2, kv = tgid.y / (all_sets / sets);
+  const uint head = kv * groups + (tgid.y % (all_sets / sets) * sets + sg % sets) * HEADS;
   DEVICE const uint* table = row_table(a, rows, tables, tgid.z);
   DEVICE const float* recent_keys = rings_of_keys + ring_start(a, rows, tgid.z);
   DEVICE const float* recent_values = rings_of_values + ring_start(a, rows, tgid.z);
@@ -248,15 +252,15 @@ FN void attend_split(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE co
   const uint until = recent_start(position), recent_count = recent_splits(position);
   if (tgid.x < recent_count) {
     const uint first = until + tgid.x * RECENT_SPLIT, end = min(first + RECENT_SPLIT, position + 1);
-    attend_range<BITS, COLUMNS, HEADS, true>(a, q, keys, values, table, recent_keys, recent_values, partials, first,
-                                             end, head, simds THREAD_IDS);
+    attend_range<BITS, COLUMNS, HEADS, PARTS, true>(a, q, keys, values, table, recent_keys, recent_values, partials,
+                                                    first, end, kv, head, sets, joined, shares THREAD_IDS);
     return;
   }
   const uint size = split_size(a, until), first = (tgid.x - recent_count) * size, end = min(first + size, until);
   // This row has fewer splits than the grid, whose size fits the row with the largest position.
   if (first >= end) return;
-  attend_range<BITS, COLUMNS, HEADS, false>(a, q, keys, values, table, recent_keys, recent_values, partials, first, end,
-                                            head, simds THREAD_IDS);
+  attend_range<BITS, COLUMNS, HEADS, PARTS, false>(a, q, keys, values, table, recent_keys, recent_values, partials,
+                                                   first, end, kv, head, sets, joined, shares THREAD_IDS);
 }
 
 // Like attention_merge. The result is transformed back before the gate. Grid (heads, tokens), MERGE_THREADS threads. A
@@ -312,13 +316,21 @@ KERNEL(attention_merge_quant, ARGS(AttentionArgs, a), IN(float, proj, 1), IN(flo
 #define ATTEND_PART(name, BITS, COLUMNS)                                                                               \
   KERNEL(name, ARGS(AttentionArgs, a), IN(float, q, 1), IN(uchar, keys, 2), IN(uchar, values, 3), IN(uint, table, 4),  \
          IN(SequenceRow, rows, 5), IN(float, recent_keys, 6), IN(float, recent_values, 7), OUT(float, partials, 8)) {  \
+    SHARED(float, joined, MAX_SIMDS * 2 * 32 * COLUMNS);                                                               \
+    SHARED(float, shares, MAX_SIMDS * 4 * 2);                                                                          \
     AWAIT();                                                                                                           \
-    if (a.heads / a.kv_heads % 2 == 0)                                                                                 \
-      attend_split<BITS, COLUMNS, 2>(a, q, keys, values, table, rows, recent_keys, recent_values,                      \
-                                     partials THREAD_IDS);                                                             \
+    if (a.shared_heads == 4)                                                                                           \
+      attend_split<BITS, COLUMNS, 4, 2>(a, q, keys, values, table, rows, recent_keys, recent_values, partials, joined, \
+                                        shares THREAD_IDS);                                                            \
+    else if (a.shared_heads == 3)                                                                                      \
+      attend_split<BITS, COLUMNS, 3, 2>(a, q, keys, values, table, rows, recent_keys, recent_values, partials, joined, \
+                                        shares THREAD_IDS);                                                            \
+    else if (a.heads / a.kv_heads % 2 == 0)                                                                            \
+      attend_split<BITS, COLUMNS, 2, 1>(a, q, keys, values, table, rows, recent_keys, recent_values, partials, joined, \
+                                        shares THREAD_IDS);                                                            \
     else                                                                                                               \
-      attend_split<BITS, COLUMNS, 1>(a, q, keys, values, table, rows, recent_keys, recent_values,                      \
-                                     partials THREAD_IDS);                                                             \
+      attend_split<BITS, COLUMNS, 1, 1>(a, q, keys, values, table, rows, recent_keys, recent_values, partials, joined, \
+                                        shares THREAD_IDS);                                                            \
   }
 
 #define ATTENTION_QUANT(BITS)                                                                                          \

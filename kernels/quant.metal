@@ -434,4 +434,75 @@ struct AttentionArgs {
   uint min_split;             // fewest positions in a split
   uint table_pages;           // see row_table
   uint lane_columns;          // partial results are in the order of columns if 1; else lanes have this many columns
+  uint shared_heads;          // query heads that share a simdgroup: 4 or 3; 0 for two or one
 };
+
+// Flash-decoding: a softmax over some positions without normalisation, for several query heads of one kv head.
+//
+// MAX_SIMDS: most simdgroups that join their results.
+enum { MAX_SIMDS = 4 };
+
+// Adds COUNT values, a power of two, over all lanes. Lane l receives the sum of value l / (32 / COUNT). The order of
+// the additions is that of CUDA's SIMD_SUM, but there are fewer exchanges.
+template <uint COUNT> FN float sum_values(THREAD float* v THREAD_IDS_PARAM) {
+  UNROLL for (uint mask = 16; mask > 0; mask /= 2) {
+    const uint half_count = COUNT * mask / 32;
+    if (half_count == 0) {
+      v[0] += SIMD_XOR(v[0], mask);
+      continue;
+    }
+    const bool upper = (lane & mask) != 0;
+    UNROLL for (uint i = 0; i < half_count; i++) {
+      const float kept = upper ? v[i + half_count] : v[i], sent = upper ? v[i] : v[i + half_count];
+      v[i] = kept + SIMD_XOR(sent, mask);
+    }
+  }
+  return v[0];
+}
+
+// The weight of this lane's position for this lane's head. Updates the largest score of the head, which all its lanes
+// have, and the denominator of this lane's positions. Results of before must be multiplied by *rescale.
+template <uint SCORES, uint HEAD_LANES>
+FN float own_weight(bool exists, float score, THREAD float* max_score, THREAD float* denominator,
+                    THREAD float* rescale THREAD_IDS_PARAM) {
+  float new_max = exists ? score : -as_type<float>(0x7f7fffffu);
+  UNROLL for (uint mask = 32 / SCORES; mask < HEAD_LANES; mask *= 2) new_max = max(new_max, SIMD_XOR(new_max, mask));
+  new_max = max(*max_score, new_max);
+  const float weight = exists ? FAST_EXP(score - new_max) : 0.0f;
+  *rescale = FAST_EXP(*max_score - new_max);
+  *max_score = new_max;
+  *denominator = fma(*denominator, *rescale, weight);
+  return weight;
+}
+
+// Joins the results of two simdgroups with the same heads and different positions: simdgroups sg and sg + sets. Each of
+// them receives the joined results of its share of the heads. `joined` and `shares` are threadgroup memory for
+// MAX_SIMDS * 2 * 32 * COLUMNS and MAX_SIMDS * 4 * 2 floats.
+template <uint HEADS, uint COLUMNS, uint HEAD_LANES>
+FN void join_parts(THREAD float* sum, THREAD float* max_score, THREAD float* denominator, uint sets,
+                   THREADGROUP float* joined, THREADGROUP float* shares THREAD_IDS_PARAM) {
+  enum : uint { SHARE = (HEADS + 1) / 2, WIDTH = 32 * COLUMNS };
+  const bool is_first = sg < sets;
+  const uint other = is_first ? sg + sets : sg - sets, own_head = lane / HEAD_LANES;
+  if (lane % HEAD_LANES == 0) {
+    shares[(sg * 4 + own_head) * 2] = *max_score;
+    shares[(sg * 4 + own_head) * 2 + 1] = *denominator;
+  }
+  UNROLL for (uint h = 0; h < HEADS; h++) {
+    if ((h < SHARE) == is_first) continue;
+    UNROLL for (uint j = 0; j < COLUMNS; j++)
+      joined[(sg * SHARE + h % SHARE) * WIDTH + 32 * j + lane] = sum[h * COLUMNS + j];
+  }
+  BARRIER();
+  const float other_max = shares[(other * 4 + own_head) * 2], new_max = max(*max_score, other_max);
+  const float ours = FAST_EXP(*max_score - new_max), theirs = FAST_EXP(other_max - new_max);
+  *max_score = new_max;
+  *denominator = fma(shares[(other * 4 + own_head) * 2 + 1], theirs, *denominator * ours);
+  UNROLL for (uint h = 0; h < HEADS; h++) {
+    const float keep = SIMD_LANE(ours, h * HEAD_LANES), add = SIMD_LANE(theirs, h * HEAD_LANES);
+    if ((h < SHARE) != is_first) continue;
+    UNROLL for (uint j = 0; j < COLUMNS; j++)
+      sum[h * COLUMNS + j] = fma(joined[(other * SHARE + h % SHARE) * WIDTH + 32 * j + lane], add,
+                                 sum[h * COLUMNS + j] * keep);
+  }
+}

@@ -421,7 +421,7 @@ fn attend_on(mut host: Host, op: AttentionShape, start: usize, tokens: usize) ->
             let attend = Attention { shape, start, tokens, q, cache, proj, partials, y };
             attend.launches(16, false).flatten().for_each(|launch| host.run(&launch));
             Attention { y: by_tiles, ..attend }.launches(16, true).flatten().for_each(|launch| host.run(&launch));
-            Attention { y: by_half, ..attend }.half_launches(false).for_each(|launch| host.run(&launch));
+            Attention { y: by_half, ..attend }.half_launches(usize::MAX).for_each(|launch| host.run(&launch));
         }
         results.push(host.read_floats(y));
         tiles.push(host.read_floats(by_tiles));

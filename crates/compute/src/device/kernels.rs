@@ -31,13 +31,10 @@ macro_rules! kernel_file {
 /// The register limit of most files.
 const REGISTERS: u32 = 80;
 /// The register limit of files whose threads have more loads in flight.
-const MANY_REGISTERS: u32 = 112;
-/// The register limit of attention, whose threads have four query heads. As many threadgroups of 128 threads run at the
-/// same time as with [`MANY_REGISTERS`].
-const MOST_REGISTERS: u32 = 128;
+const MANY_REGISTERS: u32 = 128;
 
 pub const FILES: [KernelFile; 12] = [
-    kernel_file!("attention", MOST_REGISTERS),
+    kernel_file!("attention", MANY_REGISTERS),
     kernel_file!("attention_prefill", REGISTERS),
     kernel_file!("block_attention", REGISTERS),
     kernel_file!("delta_net", REGISTERS),

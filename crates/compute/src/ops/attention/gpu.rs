@@ -94,6 +94,7 @@ impl AttentionShape {
         args.extend([self.recent.map_or(0, |recent| recent.capacity as u32), MIN_SPLIT as u32]);
         args.push(rows.map_or(0, |_| self.pages() as u32));
         args.push(lane_columns as u32);
+        args.push(self.shared_heads().unwrap_or(0) as u32);
         args
     }
 
@@ -105,7 +106,7 @@ impl AttentionShape {
     /// Number of query heads that share a simdgroup with each key and value, if the kernel has this many for the shape.
     fn shared_heads(&self) -> Option<usize> {
         let groups = self.heads / self.kv_heads;
-        let is_full = self.recent.is_none() && matches!(self.dim, 128 | 256);
+        let is_full = matches!(self.dim, 128 | 256);
         [4, 3].into_iter().find(|heads| is_full && groups.is_multiple_of(*heads))
     }
 
@@ -294,18 +295,24 @@ const PREFILL_THREADS: u32 = 256;
 /// does not occupy a small GPU for long.
 const WORK: usize = 1 << 24;
 
+/// Maximum number of rows times positions in a launch on this device: a quarter of [`WORK`] if the device shares the
+/// CPU's memory, since it also draws the screen, and a quarter of that after it has delayed the screen.
+pub(in crate::ops) fn prompt_work(has_own_memory: bool, has_delayed_screen: bool) -> usize {
+    let quarters = u32::from(!has_own_memory) + u32::from(has_delayed_screen);
+    WORK >> (2 * quarters)
+}
+
 /// Number of rows in a launch over this many positions.
-fn rows_at_once(positions: usize, is_small: bool) -> usize {
-    let work = if is_small { WORK / 4 } else { WORK };
+fn rows_at_once(positions: usize, work: usize) -> usize {
     (work / positions.max(1)).max(QUERIES)
 }
 
 impl Attention<'_> {
-    /// Attention and the gate on matrix units, in launches of at most [`WORK`], or a quarter of it if `is_small`. The cache
-    /// must have f32 or 16-bit rows.
-    pub fn half_launches(&self, is_small: bool) -> impl Iterator<Item = Launch> {
+    /// Attention and the gate on matrix units, in launches of at most `work` rows times positions. The cache must have
+    /// f32 or 16-bit rows.
+    pub fn half_launches(&self, work: usize) -> impl Iterator<Item = Launch> {
         let Self { start, tokens, .. } = *self;
-        let at_once = rows_at_once(start + tokens, is_small);
+        let at_once = rows_at_once(start + tokens, work);
         (0..tokens).step_by(at_once).map(move |first| self.part(first, at_once.min(tokens - first)).half_launch())
     }
 
@@ -384,9 +391,11 @@ mod tests {
     }
 
     #[test]
-    fn small_launches_have_a_quarter_of_the_rows() {
-        assert_eq!([false, true].map(|is_small| rows_at_once(32_768, is_small)), [512, 128]);
-        assert_eq!([false, true].map(|is_small| rows_at_once(1 << 30, is_small)), [QUERIES; 2]);
+    fn launches_are_small_on_gpus_with_a_screen() {
+        let rows = |own, delayed| rows_at_once(32_768, prompt_work(own, delayed));
+        assert_eq!([rows(true, false), rows(true, true)], [512, 128]);
+        assert_eq!([rows(false, false), rows(false, true)], [128, QUERIES]);
+        assert_eq!(rows_at_once(1 << 30, prompt_work(false, true)), QUERIES);
     }
 
     #[test]

@@ -13,6 +13,7 @@ mod kv_quant_cpu;
 mod kv_quant_operands;
 
 pub use gpu::max_splits;
+pub(super) use gpu::prompt_work;
 pub(super) use kv_cache::{KvElement, KvView};
 pub use kv_format::{GROUP, KvBits, KvFormat};
 pub use kv_quant::{RECENT, recent_start};

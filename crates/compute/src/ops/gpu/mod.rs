@@ -4,8 +4,8 @@ mod accept;
 mod experts;
 
 use super::{
-    Backend, BackendLimits, HalfBuffers, IndexerShape, KvFormat, ModelPart, Op, ReservedBuffer, cpu::refuse,
-    linear::RowTiles, norm::rms_norm,
+    Backend, BackendLimits, HalfBuffers, IndexerShape, KvFormat, ModelPart, Op, ReservedBuffer,
+    attention::prompt_work, cpu::refuse, linear::RowTiles, norm::rms_norm,
 };
 use crate::device::{BufferAccess, CommandQueue, DeviceError, Driver, Launch, Region, Slab, SyncPoint, Timeline};
 use accept::accept_part;
@@ -335,7 +335,8 @@ impl<D: Driver> Backend for GpuBackend<D> {
             }
             Op::KvWrite(op) => self.launch(op.launch()),
             Op::Attention(op) if self.half.is_some() && op.shape.recent.is_none() => {
-                self.all(op.half_launches(self.gpu.has_delayed_screen()))
+                let has_own_memory = self.gpu.driver.has_own_memory();
+                self.all(op.half_launches(prompt_work(has_own_memory, self.gpu.has_delayed_screen())))
             }
             Op::Attention(op) => self.all(op.launches(ATTENTION_ROWS, self.attends_on_tiles()).flatten()),
             Op::AttentionRows(op) => self.all(op.launches(ATTENTION_ROWS, self.attends_on_tiles())),
