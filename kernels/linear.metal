@@ -157,6 +157,39 @@ FN void partial_fast(CONSTANT Matrix& m, CONSTANT LinearArgs& a, uint row, uint 
   }
 }
 
+// Like partial_fast for one row of x, with the same bytes. Each lane reads its chunks of x from the cache instead of
+// threadgroup memory, so more threadgroups run at the same time and a threadgroup waits at fewer barriers.
+template <uint KIND, uint BITS>
+FN void partial_direct(CONSTANT Matrix& m, CONSTANT LinearArgs& a, uint row, uint first, DEVICE const float* x,
+                       DEVICE const float* w, WeightPtrs bytes, bool split_k, THREAD const Fused& fused,
+                       THREAD float* acc, THREAD float* squares THREAD_IDS_PARAM) {
+  const bool NORM = KIND == NORMED || KIND == CONV;
+  const uint chunks = a.cols / 16, step = split_k ? 128 : 32;
+  DEVICE const float* from = x + ulong(first) * a.cols;
+  if (KIND == HEAD_NORM) BARRIER();  // before the sums of the heads are read
+  uint c = split_k ? tid : lane;
+  PackedRows<BITS, ROWS> next;
+  if (c < chunks) load_rows(bytes, m.rows, a.cols, row, c, next);
+  for (; c < chunks; c += step) {
+    const PackedRows<BITS, ROWS> now = next;
+    if (c + step < chunks) load_rows(bytes, m.rows, a.cols, row, c + step, next);
+    float v[16], u[16], sum = load16(from + c * 16, v);
+    if (NORM) load16(w + c * 16, u);
+    if (KIND != PLAIN) {
+      const float scale = KIND == HEAD_NORM ? head_scale(fused, 0, c * 16) : 1.0f;
+      UNROLL for (uint i = 0; i < 16; i++) v[i] *= NORM ? u[i] : scale;
+      sum = sum16(v);
+    }
+    if (BITS == 4) scale_x4(v);
+    dot_rows(now, v, sum, acc);
+  }
+  // The squares are added in the order of stage_rows.
+  for (uint i = tid; NORM && i < a.cols / 4; i += 128) {
+    const float4 q = ((DEVICE const float4*)from)[i];
+    *squares = fma(q.w, q.w, fma(q.z, q.z, fma(q.y, q.y, fma(q.x, q.x, *squares))));
+  }
+}
+
 // Like partial_fast, for FP8 and bf16.
 template <uint TOKENS, uint KIND, uint FORMAT>
 FN void partial_floats(CONSTANT Matrix& m, CONSTANT LinearArgs& a, uint row, uint first, DEVICE const float* x,
@@ -215,8 +248,9 @@ FN void partial_any(CONSTANT Matrix& m, CONSTANT LinearArgs& a, uint row, uint f
 }
 
 // The body of the kernels: TOKENS rows of x times ROWS rows of matrix `m`, from `row`, per simdgroup (per threadgroup
-// with split_k). The results go to column `start` + `row` of y. With ANY, the weights have any encoding.
-template <uint TOKENS, uint KIND, bool ANY>
+// with split_k). The results go to column `start` + `row` of y. With ANY, the weights have any encoding. With DIRECT, x
+// is not staged.
+template <uint TOKENS, uint KIND, bool ANY, bool DIRECT>
 FN void linear(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint row, DEVICE const float* x,
                DEVICE const float* w, DEVICE float* y, DEVICE float* kept, WeightPtrs bytes, bool split_k,
                THREAD const Fused& fused, THREADGROUP float4* scratch, THREADGROUP float* sums,
@@ -229,7 +263,7 @@ FN void linear(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint row,
   if (mine) load_samples(fused, m.rows, a.width, row + lane, conv_weight, samples);
   if (KIND == HEAD_NORM) {
     sum_quarters<TOKENS>(a, first, w, fused THREAD_IDS);
-    if (ANY) BARRIER();  // otherwise staging has a barrier
+    if (ANY) BARRIER();  // otherwise the product has a barrier
   }
   UNROLL for (uint i = 0; i < TOKENS; i++) squares[i] = 0;
   UNROLL for (uint i = 0; i < TOKENS * ROWS; i++) acc[i] = 0;
@@ -239,6 +273,10 @@ FN void linear(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint row,
     partial_floats<TOKENS, KIND, DENSE>(m, a, row, first, x, w, bytes, split_k, fused, acc, squares THREAD_IDS);
   } else if (ANY) {
     partial_any<TOKENS, KIND>(m, a, row, first, x, w, bytes, split_k, fused, acc, squares THREAD_IDS);
+  } else if (DIRECT && m.format == 4) {
+    partial_direct<KIND, 4>(m, a, row, first, x, w, bytes, split_k, fused, acc, squares THREAD_IDS);
+  } else if (DIRECT) {
+    partial_direct<KIND, 8>(m, a, row, first, x, w, bytes, split_k, fused, acc, squares THREAD_IDS);
   } else if (m.format == 4) {
     partial_fast<TOKENS, KIND, 4>(m, a, row, first, x, w, bytes, split_k, fused, acc, squares, scratch,
                                   sums THREAD_IDS);
@@ -305,11 +343,11 @@ FN uint find_matrix(CONSTANT LinearArgs& a, uint size, THREAD uint* block, THREA
 #define WEIGHT_PTRS(i) {PICK(i, c), PICK(i, s), PICK(i, b)}
 
 // The body of a kernel with arguments `args`, `fused`, x, w, y, kept and skip.
-#define PRODUCT(TOKENS, KIND, ANY)                                                                                     \
+#define PRODUCT(TOKENS, KIND, ANY, DIRECT)                                                                             \
   COPY(LinearArgs, a, args);                                                                                           \
   uint block = tgid.y, start = 0;                                                                                      \
-  SHARED(float4, scratch, ANY ? 1 : STAGED_CHUNKS * 4);                                                                \
-  SHARED(float, sums, ANY ? TOKENS * ROWS * 4 : STAGED_CHUNKS);                                                        \
+  SHARED(float4, scratch, ANY || DIRECT ? 1 : STAGED_CHUNKS * 4);                                                      \
+  SHARED(float, sums, ANY || DIRECT ? TOKENS * ROWS * 4 : STAGED_CHUNKS);                                              \
   SHARED(float, part, TOKENS * 4);                                                                                     \
   const bool split_k = a.split_k != 0;                                                                                 \
   const uint size = split_k ? ROWS : BLOCK, i = find_matrix(args, size, &block, &start);                               \
@@ -320,52 +358,56 @@ FN uint find_matrix(CONSTANT LinearArgs& a, uint size, THREAD uint* block, THREA
   else if (!ANY) prefetch_rows<ROWS>(bytes, m.format, m.rows, a.cols, row);                                            \
   AWAIT();                                                                                                             \
   if (is_skipped(a.can_skip, skip)) return;                                                                            \
-  linear<TOKENS, KIND, ANY>(a, m, start, row, x, w, y, kept, bytes, split_k, fused, scratch, sums,                     \
+  linear<TOKENS, KIND, ANY, DIRECT>(a, m, start, row, x, w, y, kept, bytes, split_k, fused, scratch, sums,             \
                             part THREAD_IDS);
 
-#define LINEAR(name, TOKENS, KIND, ANY)                                                                                \
+#define LINEAR(name, TOKENS, KIND, ANY, DIRECT)                                                                        \
   KERNEL(name, ARGS_IN_PLACE(LinearArgs, args), IN(float, x, 1), IN(float, w, 2), OUT(float, y, 3),                    \
          OUT(float, kept, 4), MATRICES(5), IN(uint, skip, 17)) {                                                       \
     const Fused fused = {};                                                                                            \
-    PRODUCT(TOKENS, KIND, ANY)                                                                                         \
+    PRODUCT(TOKENS, KIND, ANY, DIRECT)                                                                                 \
   }
 
-LINEAR(gemv_1, 1, PLAIN, false)
-LINEAR(gemv_2, 2, PLAIN, false)
-LINEAR(gemv_norm_1, 1, NORMED, false)
-LINEAR(gemv_norm_2, 2, NORMED, false)
-LINEAR(gemv_any_1, 1, PLAIN, true)
-LINEAR(gemv_any_2, 2, PLAIN, true)
-LINEAR(gemv_any_norm_1, 1, NORMED, true)
-LINEAR(gemv_any_norm_2, 2, NORMED, true)
+LINEAR(gemv_1, 1, PLAIN, false, false)
+LINEAR(gemv_2, 2, PLAIN, false, false)
+LINEAR(gemv_norm_1, 1, NORMED, false, false)
+LINEAR(gemv_norm_2, 2, NORMED, false, false)
+LINEAR(gemv_any_1, 1, PLAIN, true, false)
+LINEAR(gemv_any_2, 2, PLAIN, true, false)
+LINEAR(gemv_any_norm_1, 1, NORMED, true, false)
+LINEAR(gemv_any_norm_2, 2, NORMED, true, false)
+LINEAR(gemv_direct_1, 1, PLAIN, false, true)
+LINEAR(gemv_direct_norm_1, 1, NORMED, false, true)
 
-#define LINEAR_CONV(name, ANY)                                                                                         \
+#define LINEAR_CONV(name, ANY, DIRECT)                                                                                 \
   KERNEL(name, ARGS_IN_PLACE(ConvArgs, b), IN(float, x, 1), IN(float, w, 2), OUT(float, y, 3),                         \
          IN(float, conv_weight, 4), IN(float, replay, 5), OUT(float, state, 6), OUT(float, mixed, 7), MATRICES(8),     \
          IN(uint, skip, 20)) {                                                                                         \
     CONSTANT LinearArgs& args = b.product;                                                                             \
     const Fused fused = {conv_weight, replay, state, mixed, b.replay, 0, 0, 0, 0};                                     \
     DEVICE float* kept = y;                                                                                            \
-    PRODUCT(1, CONV, ANY)                                                                                              \
+    PRODUCT(1, CONV, ANY, DIRECT)                                                                                      \
   }
 
-LINEAR_CONV(gemv_conv, false)
-LINEAR_CONV(gemv_any_conv, true)
+LINEAR_CONV(gemv_conv, false, false)
+LINEAR_CONV(gemv_any_conv, true, false)
+LINEAR_CONV(gemv_direct_conv, false, true)
 
-#define LINEAR_HEADS(name, TOKENS, ANY)                                                                                \
+#define LINEAR_HEADS(name, TOKENS, ANY, DIRECT)                                                                        \
   KERNEL(name, ARGS_IN_PLACE(HeadsArgs, b), IN(float, x, 1), IN(float, w, 2), OUT(float, y, 3), MATRICES(4),           \
          IN(uint, skip, 16)) {                                                                                         \
     SHARED(float, quarters, TOKENS * 4 * MAX_HEADS);                                                                   \
     CONSTANT LinearArgs& args = b.product;                                                                             \
     const Fused fused = {0, 0, 0, 0, 0, b.heads, b.size, b.eps, quarters};                                             \
     DEVICE float* kept = y;                                                                                            \
-    PRODUCT(TOKENS, HEAD_NORM, ANY)                                                                                    \
+    PRODUCT(TOKENS, HEAD_NORM, ANY, DIRECT)                                                                            \
   }
 
-LINEAR_HEADS(gemv_head_norm_1, 1, false)
-LINEAR_HEADS(gemv_head_norm_2, 2, false)
-LINEAR_HEADS(gemv_any_head_norm_1, 1, true)
-LINEAR_HEADS(gemv_any_head_norm_2, 2, true)
+LINEAR_HEADS(gemv_head_norm_1, 1, false, false)
+LINEAR_HEADS(gemv_head_norm_2, 2, false, false)
+LINEAR_HEADS(gemv_any_head_norm_1, 1, true, false)
+LINEAR_HEADS(gemv_any_head_norm_2, 2, true, false)
+LINEAR_HEADS(gemv_direct_head_norm_1, 1, false, true)
 
 #ifndef NO_TILES
 // The products of this file on matrix units, from rows of halves and their scales (rows_to_half). Grid (ceil(tokens /

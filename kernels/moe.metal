@@ -137,8 +137,8 @@ FN void rows_any(CONSTANT Matrix& m, WeightPtrs w, uint cols, uint row, DEVICE c
 }
 
 // Computes UP_ROWS rows of gate and up, starting at `row`, and applies SwiGLU, for TOKENS assignments of one expert.
-// Only results of the first `count` assignments are stored. With ALONE, TOKENS is 1 and x is staged in `scratch`.
-template <uint TOKENS, bool ANY, bool ALONE>
+// Only results of the first `count` assignments are stored. With STAGED, TOKENS is 1 and x is staged in `scratch`.
+template <uint TOKENS, bool ANY, bool STAGED>
 FN void gate_up(CONSTANT ExpertsArgs& a, DEVICE const uchar* expert, uint row, THREAD const uint* assignment,
                 THREAD const uint* token, uint count, DEVICE const float* x, DEVICE float* act,
                 THREADGROUP float4* scratch, THREADGROUP float* sums THREAD_IDS_PARAM) {
@@ -150,7 +150,7 @@ FN void gate_up(CONSTANT ExpertsArgs& a, DEVICE const uchar* expert, uint row, T
   if (ANY) {
     rows_any<UP_ROWS, TOKENS>(a.gate, w[0], a.hidden, row, x, from, acc THREAD_IDS);
     rows_any<UP_ROWS, TOKENS>(a.up, w[1], a.hidden, row, x, from, acc + TOKENS * UP_ROWS THREAD_IDS);
-  } else if (ALONE) {
+  } else if (STAGED) {
     rows_staged<UP_ROWS>(w, a.inner, a.hidden, row, x + from[0], acc, scratch, sums THREAD_IDS);
   } else {
     rows_fast<2, UP_ROWS, TOKENS>(w, a.inner, a.hidden, row, 0, x, from, acc THREAD_IDS);
@@ -173,7 +173,7 @@ FN void gate_up_shared(CONSTANT ExpertsArgs& a, uint token, DEVICE const float* 
 
 // act of one assignment per threadgroup, for UP_GROUPS * UP_ROWS rows. The rank after the last routed expert is the
 // shared expert's.
-template <bool ANY>
+template <bool ANY, bool STAGED>
 FN void gate_up_assignments(CONSTANT ExpertsArgs& a, DEVICE const float* x, DEVICE const float* scores,
                             DEVICE const uint* slots, DEVICE float* act, DEVICE const Segment* table,
                             THREADGROUP float4* scratch, THREADGROUP float* sums THREAD_IDS_PARAM) {
@@ -189,7 +189,7 @@ FN void gate_up_assignments(CONSTANT ExpertsArgs& a, DEVICE const float* x, DEVI
     prefetch_rows<UP_ROWS>(piece(a, expert, 0), 4, a.inner, a.hidden, row);
     prefetch_rows<UP_ROWS>(piece(a, expert, 1), 4, a.inner, a.hidden, row);
   }
-  gate_up<1, ANY, true>(a, expert, row, &assignment, &token, 1, x, act, scratch, sums THREAD_IDS);
+  gate_up<1, ANY, STAGED>(a, expert, row, &assignment, &token, 1, x, act, scratch, sums THREAD_IDS);
 }
 
 // Computes DOWN_PARTS * DOWN_ROWS rows of the sum over ranks of weight * down act. Each simdgroup computes one rank.
@@ -330,15 +330,22 @@ FN void down_gemm(CONSTANT ExpertsArgs& a, DEVICE const uint* act, DEVICE const 
 
 #endif
 
-#define EXPERTS(suffix, ANY)                                                                                           \
-  KERNEL(moe_gate_up##suffix, ARGS(ExpertsArgs, a), IN(float, x, 1), IN(float, scores, 2), IN(uint, slots, 3),         \
-         OUT(float, act, 4), IN(Segment, table, 5), IN(uint, skip, 6)) {                                               \
-    SHARED(float4, scratch, ANY ? 1 : STAGED_CHUNKS * 4);                                                              \
-    SHARED(float, sums, ANY ? 1 : STAGED_CHUNKS);                                                                      \
+// If STAGED, x is in threadgroup memory, else lanes read it from the cache. Both give the same bytes.
+#define GATE_UP(name, ANY, STAGED)                                                                                     \
+  KERNEL(name, ARGS(ExpertsArgs, a), IN(float, x, 1), IN(float, scores, 2), IN(uint, slots, 3), OUT(float, act, 4),    \
+         IN(Segment, table, 5), IN(uint, skip, 6)) {                                                                   \
+    SHARED(float4, scratch, STAGED ? STAGED_CHUNKS * 4 : 1);                                                           \
+    SHARED(float, sums, STAGED ? STAGED_CHUNKS : 1);                                                                   \
     AWAIT();                                                                                                           \
     if (is_skipped(a.can_skip, skip)) return;                                                                          \
-    gate_up_assignments<ANY>(a, x, scores, slots, act, table, scratch, sums THREAD_IDS);                               \
-  }                                                                                                                    \
+    gate_up_assignments<ANY, STAGED>(a, x, scores, slots, act, table, scratch, sums THREAD_IDS);                       \
+  }
+
+GATE_UP(moe_gate_up, false, true)
+GATE_UP(moe_gate_up_direct, false, false)
+GATE_UP(moe_gate_up_any, true, false)
+
+#define EXPERTS(suffix, ANY)                                                                                           \
   KERNEL(moe_down##suffix, ARGS(ExpertsArgs, a), IN(float, act, 1), IN(float, weights, 2), IN(uint, slots, 3),         \
          OUT(float, h, 4), IN(uchar, c, 5), IN(uchar, s, 6), IN(uchar, b, 7), IN(Segment, table, 8),                   \
          IN(uint, skip, 9)) {                                                                                          \

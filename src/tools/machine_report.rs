@@ -6,6 +6,7 @@ use super::{
 };
 use crate::error::CommandError;
 use moestro_base::platform::{atomic_file::replace_file, os, read_small_file};
+use moestro_compute::ops::Comparison;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::{
@@ -23,6 +24,8 @@ pub struct MachineReport {
     pub device: DeviceFigures,
     /// [`DeviceFigures::matrix_rate`], measured again after all runs.
     pub matrix_rate_at_end: f64,
+    /// Two ways to compute the same on the GPU.
+    pub comparisons: Vec<Comparison>,
     pub runs: Vec<RunFigures>,
 }
 
@@ -109,7 +112,7 @@ impl DeviceFigures {
 
 impl fmt::Display for MachineReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { unpacked, packed, device, matrix_rate_at_end, runs } = self;
+        let Self { unpacked, packed, device, matrix_rate_at_end, comparisons, runs } = self;
         writeln!(f, "\nmemory")?;
         let memory = unpacked.bandwidth.memory / 1e9;
         let threads = unpacked.threads;
@@ -123,6 +126,12 @@ impl fmt::Display for MachineReport {
             let rate = measured.bandwidth.disk / 1e9;
             let latency = measured.bandwidth.latency * 1e3;
             writeln!(f, "  {rate:>7.2} GB/s  {latency:>6.2} ms for one expert  {name}, {how} the page cache")?;
+        }
+        if !comparisons.is_empty() {
+            writeln!(f, "\n     A, us     B, us   A/B  decoding one token: A, B")?;
+        }
+        for Comparison { what, ways: [first, second], micros: [a, b] } in comparisons {
+            writeln!(f, "  {a:>8.1}  {b:>8.1} {:>5.2}  {what}: {first}, {second}", a / b)?;
         }
         writeln!(f, "\n   prompt/s  decode/s  hit % stall %  cores  like 35b")?;
         for run in runs {

@@ -10,7 +10,7 @@ use moestro::tools::synth::Dimensions;
 use moestro_base::platform::os::MemoryLevel;
 use moestro_compute::{
     device::{self, Driver, SystemGpu},
-    ops::KvBits,
+    ops::{Comparison, KvBits, compare_kernels},
 };
 use moestro_model::model::{LoadOptions, Qwen};
 use std::{
@@ -29,6 +29,17 @@ fn gpu() -> Option<SystemGpu> {
         None => println!("{}", device::NO_GPU),
     }
     gpu
+}
+
+#[test]
+fn compared_kernels_run_on_the_gpu() {
+    let Some(mut gpu) = gpu() else { return };
+    let found = compare_kernels(&mut gpu).unwrap();
+    for Comparison { what, ways: [first, second], micros: [a, b] } in &found {
+        println!("{a:>8.1}  {b:>8.1} {:>5.2}  {what}: {first}, {second}", a / b);
+    }
+    assert_eq!(found.len(), 21);
+    assert!(found.iter().flat_map(|found| found.micros).all(|micros| micros > 0.0 && micros < 1e5));
 }
 
 fn planned(options: LoadOptions, gpu: SystemGpu) -> Qwen {

@@ -1,6 +1,7 @@
 //! Random weights, and expected results from plain f64 loops that share no code with the kernels.
 
 use crate::host::Host;
+use moestro_compute::device::Launch;
 use moestro_compute::ops::{FP8_BLOCK, Float, Weight, WeightFormat};
 use test_support::split_mix64;
 
@@ -162,3 +163,16 @@ pub fn close(what: &str, found: &[f32], expected: &[f64]) {
 
 pub const AFFINE4: WeightFormat = WeightFormat::Affine { bits: 4, group: 64, scale: Float::Bf16 };
 pub const AFFINE8: WeightFormat = WeightFormat::Affine { bits: 8, group: 64, scale: Float::Bf16 };
+
+/// The launch with the kernel that reads its row from the cache instead of threadgroup memory. `None` if there is none.
+pub fn direct(launch: &Launch) -> Option<Launch> {
+    let kernel = match launch.kernel {
+        "gemv_1" => "gemv_direct_1",
+        "gemv_norm_1" => "gemv_direct_norm_1",
+        "gemv_conv" => "gemv_direct_conv",
+        "gemv_head_norm_1" => "gemv_direct_head_norm_1",
+        "moe_gate_up" => "moe_gate_up_direct",
+        _ => return None,
+    };
+    Some(Launch { kernel, ..launch.clone() })
+}

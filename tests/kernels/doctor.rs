@@ -129,7 +129,9 @@ fn auto_selects_gpu_that_matches_cpu() {
     // A GPU that the user selected by name is used although it is faulty. `auto` selects the CPU.
     assert_eq!((name(faulty(), false), name(faulty(), true)), (Ok("cpu"), Ok(GPU_KIND)));
     // A kernel that no model launches on this device does not refuse it.
-    for (kernel, expected) in [("attention_decode_tiles", GPU_KIND), ("dequantize", GPU_KIND), ("router", "cpu")] {
+    for (kernel, expected) in
+        [("attention_decode_tiles", GPU_KIND), ("dequantize", GPU_KIND), ("gemv_direct_1", GPU_KIND), ("router", "cpu")]
+    {
         let double = Double::new(Host::fast());
         {
             let control = double.control();

@@ -114,7 +114,14 @@ fn case(codes: [WeightFormat; 3], hidden: usize, inner: usize, shared_inner: usi
 
     let slots_at = host.words(&chosen);
     let h = host.floats(&before);
-    host.run(&op(buffers).up(slots_at, true));
+    let up = op(buffers).up(slots_at, true);
+    host.run(&up);
+    if let Some(direct) = direct(&up) {
+        let staged = host.read(buffers.act);
+        host.write(buffers.act, &vec![0xff; staged.len()]);
+        host.run(&direct);
+        assert!(host.read(buffers.act) == staged, "{}", direct.kernel);
+    }
     host.run(&combine(buffers, h).down(slots_at));
     let at_once = host.read_floats(h);
     close(&format!("experts {hidden} x {inner}, k {k}, {tokens} tokens"), &at_once, &expected);

@@ -25,12 +25,16 @@ pub struct HostGpu {
     pub refused: Option<&'static str>,
     /// True if the device ignores dependencies: it runs the launches of a command buffer in reverse order.
     pub reverses: bool,
+    /// True if loads measure the variants of kernels.
+    pub has_variants: bool,
 }
 
 /// Counts since the last reset.
 #[derive(Default)]
 pub struct Count {
     pub launches: usize,
+    /// Launches of direct variants.
+    pub direct: usize,
     /// Command buffers with launches.
     pub command_buffers: usize,
     /// Waits for command buffers that had not run.
@@ -73,6 +77,7 @@ impl HostGpu {
             wrong: None,
             refused: None,
             reverses: false,
+            has_variants: false,
         }
     }
 
@@ -172,6 +177,10 @@ impl Driver for HostGpu {
         self.halves
     }
 
+    fn has_variants(&self) -> bool {
+        self.has_variants
+    }
+
     fn min_tiled_weights(&self) -> Option<usize> {
         self.halves.then_some(0)
     }
@@ -197,7 +206,10 @@ impl Driver for HostGpu {
         if self.refused == Some(launch.kernel) {
             return Err(DeviceError("refused by the driver".into()));
         }
-        self.count.lock().unwrap().launches += 1;
+        let mut count = self.count.lock().unwrap();
+        count.launches += 1;
+        count.direct += usize::from(launch.kernel.contains("_direct"));
+        drop(count);
         self.inner.get_mut().asked = 0;
         open.push(Work::Launch(launch.clone()));
         Ok(())

@@ -1,7 +1,10 @@
-use crate::{check::*, host::Host};
+use crate::{check::*, gpu::HostGpu, host::Host};
 use moestro_compute::{
     device::{Launch, Region},
-    ops::{Float, Linear, Mlp, Norm, RowTiles, WeightFormat, experts::swiglu},
+    ops::{
+        Backend, DecodedProduct, ExpertStack, Float, GpuBackend, Linear, Mlp, MoeWeights, Norm, RowTiles, Weight,
+        WeightFormat, experts::swiglu,
+    },
 };
 use std::ops::Range;
 
@@ -19,8 +22,17 @@ fn case(shapes: &[(WeightFormat, usize)], cols: usize, tokens: usize, norm: bool
     let y = if add { host.floats(&before) } else { host.empty(before.len() * 4) };
     let matrices: Vec<_> = samples.iter().map(|s| s.matrix).collect();
     let norm_at = norm.then_some(Norm { weight: w_at, eps: 1e-6, keep: Some(kept) });
-    let launch = Linear { x: x_at, tokens, norm: norm_at, matrices: &matrices, y, add }.launch();
+    let op = Linear { x: x_at, tokens, norm: norm_at, matrices: &matrices, y, add };
+    let launch = op.launch();
     host.run(&launch);
+    let other = if add { host.floats(&before) } else { host.empty(before.len() * 4) };
+    if let Some(direct) = direct(&Linear { y: other, ..op }.launch()) {
+        let normed = host.read(kept);
+        host.write(kept, &vec![0; normed.len()]);
+        host.run(&direct);
+        assert!(host.read(other) == host.read(y), "{} of {shapes:?} x {cols}", direct.kernel);
+        assert!(!norm || host.read(kept) == normed, "the normed rows of {}", direct.kernel);
+    }
 
     let mut x = wide(&x);
     if norm {
@@ -73,6 +85,10 @@ fn gemv_of_other_formats_matches_reference() {
 
 #[test]
 fn gemv_of_real_widths_matches_reference() {
+    // Rows that are staged in two parts, and more rows of W than share their columns.
+    case(&[(AFFINE8, 21), (AFFINE4, 9)], 6144, 1, true, true);
+    case(&[(AFFINE4, 2050), (AFFINE8, 2060)], 64, 1, true, false);
+    case(&[(AFFINE4, 4099)], 128, 1, false, true);
     for cols in [2048, 3072, 4096] {
         assert_eq!(case(&[(AFFINE4, 67)], cols, 1, false, false).kernel, "gemv_1");
         assert_eq!(case(&[(AFFINE8, 33)], cols, 1, true, false).kernel, "gemv_norm_1");
@@ -268,4 +284,41 @@ fn tiled_feed_forward_equals_its_steps() {
     launches.extend(linear(act, None, std::slice::from_ref(down), steps, true));
     launches.iter().for_each(|launch| host.run(launch));
     assert!(host.read(fused) == host.read(steps));
+}
+
+#[test]
+fn load_measures_each_product_once() {
+    let mut gpu = HostGpu::new(Host::fast());
+    gpu.has_variants = true;
+    let count = gpu.count.clone();
+    let mut backend = GpuBackend::new(gpu.queue());
+    let weight = |codes, rows| Weight { codes, rows, cols: 64, global_scale: 1.0, parts: Default::default() };
+    let product = |codes, rows: &[usize], has_norm| {
+        let matrices = rows.iter().map(|rows| weight(codes, *rows)).collect();
+        DecodedProduct::Matrices { matrices, has_norm }
+    };
+    let stack = |rows, cols| {
+        let at = vec![[0, rows * cols / 2, rows * cols / 2 + rows * 16]];
+        ExpertStack { codes: AFFINE4, rows, cols, global_scales: vec![1.0], at }
+    };
+    let stacks = [stack(8, 64), stack(8, 64), stack(64, 8)];
+    let layer = &MoeWeights { k: 2, renormalise: true, router: weight(AFFINE4, 4), shared: None, stacks };
+    let products = [
+        product(AFFINE4, &[16], false),
+        product(AFFINE4, &[9, 1], true),
+        product(AFFINE4, &[16], false),
+        product(AFFINE8, &[16], false),
+        product(affine(3, 32), &[16], false),
+        DecodedProduct::Experts { layer, stride: 1024 },
+    ];
+    backend.choose_variants(&products);
+    // Four products have variants and differ. Each variant is launched as often as the other.
+    let measured = { std::mem::take(&mut *count.lock().unwrap()) };
+    assert_eq!((measured.direct * 2, measured.direct % 4), (measured.launches, 0));
+    backend.choose_variants(&products);
+    assert_eq!(count.lock().unwrap().launches, 0);
+    // Without this, the load measures nothing.
+    let mut plain = GpuBackend::new(HostGpu::new(Host::fast()).queue());
+    plain.choose_variants(&products);
+    assert_eq!(plain.launches(), 0);
 }

@@ -1,7 +1,10 @@
 //! `moestro doctor --report`: measures this machine with synthetic models of real dimensions.
 
 use crate::{
-    command::device_choice::{CPU, working_set},
+    command::{
+        device_choice::{CPU, working_set},
+        text::print_note,
+    },
     error::CommandError,
     tools::{
         bench::run::{BenchSession, Run},
@@ -17,8 +20,8 @@ use moestro_base::{
     platform::{atomic_file::PartialDir, os},
 };
 use moestro_compute::{
-    device::{CpuDevice, Driver, GPU_KIND, SystemGpu},
-    ops::{Cpu, GpuBackend},
+    device::{CpuDevice, DeviceError, Driver, GPU_KIND, SystemGpu},
+    ops::{Comparison, Cpu, DecodedAttention, GpuBackend, compare_kernels, time_attention},
 };
 use moestro_model::{
     checkpoint::pack,
@@ -85,6 +88,10 @@ pub fn measure(open: OpenGpu<'_>, wait: f64, models: &ReportModels, dir: &Path) 
     let gpu_name = gpu.as_ref().map(|gpu| gpu.driver.name());
     let threads = os::physical_cores();
     let matrix_rate = matrix_rate(gpu.take(), threads)?;
+    let comparisons = compare(open).unwrap_or_else(|error| {
+        print_note(format_args!("cannot compare kernels: {error}"));
+        Vec::new()
+    });
     let disk = || {
         let found = CheckpointInfo::new(&shallow, &LoadOptions::default())?;
         measure::measure(&found, &StoreOptions::default(), threads, false, u64::MAX)
@@ -132,7 +139,23 @@ pub fn measure(open: OpenGpu<'_>, wait: f64, models: &ReportModels, dir: &Path) 
     // A machine that is warm by now may be slower, without any sign of it in the system's counters.
     let matrix_rate_at_end = self::matrix_rate(open(), threads)?;
     let device = DeviceFigures { kind: kind.into(), gpu: gpu_name, matrix_rate, overhead, wait };
-    Ok(MachineReport { unpacked, packed, device, matrix_rate_at_end, runs })
+    Ok(MachineReport { unpacked, packed, device, matrix_rate_at_end, comparisons, runs })
+}
+
+/// Compares two ways to compute the same on the GPU, if there is one.
+fn compare(open: OpenGpu<'_>) -> Result<Vec<Comparison>, DeviceError> {
+    let Some(mut gpu) = open() else { return Ok(Vec::new()) };
+    let mut found = compare_kernels(&mut gpu)?;
+    let attention = DecodedAttention::long();
+    let [fast, _] = time_attention(&mut gpu, &attention, |launches| launches)?;
+    drop(gpu);
+    if let Some(mut gpu) = open()
+        && gpu.driver.set_precise_exp()
+    {
+        let [precise, _] = time_attention(&mut gpu, &attention, |launches| launches)?;
+        found.push(Comparison::new("35B attention, 32768 tokens".into(), ["fast exp", "precise exp"], [fast, precise]));
+    }
+    Ok(found)
 }
 
 /// Rate at which a large 4-bit matrix is multiplied by a vector, on the GPU if there is one.

@@ -185,6 +185,10 @@ impl Driver for Cuda {
         true
     }
 
+    fn has_variants(&self) -> bool {
+        true
+    }
+
     /// For smaller products, the launch that splits the rows costs as much as matrix units save.
     fn min_tiled_weights(&self) -> Option<usize> {
         Some(8 << 20)

@@ -72,6 +72,17 @@ pub trait Driver: Send + 'static {
         false
     }
 
+    /// True if a load should measure which variant of a kernel is faster.
+    fn has_variants(&self) -> bool {
+        false
+    }
+
+    /// Compiles the kernels with the precise `exp` in attention, for comparisons. Must be called before the first kernel
+    /// is needed. False if the device has no faster `exp`.
+    fn set_precise_exp(&mut self) -> bool {
+        false
+    }
+
     /// Minimum number of weights of a product whose decoded rows are multiplied on matrix units. `None` if matrix units
     /// are not faster than vector units for such products.
     fn min_tiled_weights(&self) -> Option<usize> {

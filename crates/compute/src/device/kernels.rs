@@ -82,13 +82,19 @@ pub fn metal_source(text: &str, tiles: bool) -> String {
     }
 }
 
+/// The source of a file for Metal with the precise `exp` instead of the fast one.
+pub fn with_precise_exp(source: &str) -> String {
+    source.replace("fast::exp(", "exp(")
+}
+
 /// True if models launch this kernel on a GPU. An error in another kernel does not make the GPU unusable.
 pub fn is_used(kernel: &str, has_own_memory: bool) -> bool {
     match kernel {
         // Only tests and `moestro doctor` launch it.
         "dequantize" => false,
         "attention_decode_tiles" => has_own_memory,
-        _ => true,
+        // A load chooses a direct variant only if it has compiled.
+        _ => !kernel.contains("_direct"),
     }
 }
 
@@ -207,6 +213,13 @@ mod tests {
         });
         let logs = refused.refused.iter().map(|(_, log)| log.as_str());
         assert!(logs.eq(FILES.iter().map(|file| file.name)));
+    }
+
+    #[test]
+    fn precise_source_has_no_fast_exp() {
+        let source = metal_source("float f(float x) { return FAST_EXP(x); }", true);
+        assert_eq!(source.matches("fast::exp(").count(), 1);
+        assert!(with_precise_exp(&source).contains("#define FAST_EXP(x) exp(x)"));
     }
 
     #[test]

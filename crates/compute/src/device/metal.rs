@@ -195,6 +195,15 @@ impl Driver for Metal {
         autoreleasepool(|_| self.library.all())
     }
 
+    fn has_variants(&self) -> bool {
+        true
+    }
+
+    fn set_precise_exp(&mut self) -> bool {
+        self.library.set_precise_exp();
+        true
+    }
+
     fn has_matrix_units(&self) -> bool {
         autoreleasepool(|_| self.library.has_tiles())
     }

@@ -2,6 +2,7 @@
 
 use super::{
     attention::KvFormat,
+    decoded_product::DecodedProduct,
     linear::HalfBuffers,
     op::{ModelPart, Op},
 };
@@ -78,6 +79,10 @@ pub trait Backend: Timeline + Send {
     fn check_threads(&mut self, _part: ModelPart<'_>) -> Result<(), DeviceError> {
         Ok(())
     }
+
+    /// Measures which variant of a kernel is fastest for each product of decoded rows, if there are several variants.
+    /// All variants give the same bytes.
+    fn choose_variants(&mut self, _products: &[DecodedProduct<'_>]) {}
 
     fn execute(&mut self, op: &Op<'_>) -> Result<(), DeviceError>;
 

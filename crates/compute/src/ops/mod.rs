@@ -6,6 +6,7 @@
 //! | `op`, `backend`, `cpu`, `gpu` | operations as values; the interface of a backend, and the two backends |
 //! | `attention` ... `streams` | one operation or a few: `mod` has the meaning, `cpu` and `gpu` the code |
 //! | `sequence_rows`, `delta_shape` | rows of several sequences in one launch; sizes of a delta-net layer |
+//! | `decoded_product` | a product of a decoded row, for which a device may have several kernels |
 //! | `quant` | weight formats, their unpacking, and quantized activations |
 //! | `simd`, `linear/products` | vectors for each instruction set; products for each: scalar, AVX2, AVX-512, NEON |
 //! | `activation`, `logits`, `draft_attention` | activation functions; sums over logits; attention of drafts |
@@ -21,6 +22,7 @@ pub mod block_attention;
 pub mod check;
 pub mod conv;
 mod cpu;
+mod decoded_product;
 pub mod delta;
 mod delta_shape;
 pub mod draft_attention;
@@ -47,6 +49,7 @@ pub use backend::{Backend, BackendLimits, ReservedBuffer};
 pub use block_attention::{BlockAttention, BlockAttentionRows, IndexCache, IndexerShape};
 pub use conv::Conv;
 pub use cpu::Cpu;
+pub use decoded_product::DecodedProduct;
 pub use delta::{Decay, DeltaNet, DeltaNetRows, DeltaRule};
 pub use delta_shape::{DeltaShape, OutputGate, Replay};
 pub use embedding::Embedding;
@@ -54,7 +57,7 @@ pub use experts::{
     CombineExperts, ExpertGroup, ExpertSet, ExpertSlots, ExpertStack, Experts, MoeBuffers, MoeWeights, NO_SLOT,
     SharedExpert,
 };
-pub use gpu::{GpuBackend, limits as gpu_limits};
+pub use gpu::{Comparison, DecodedAttention, GpuBackend, compare_kernels, limits as gpu_limits, time_attention};
 pub use linear::{HalfBuffers, Linear, Norm, RowSource, RowTiles};
 pub use mlp::Mlp;
 pub use ngram::{InjectShape, InjectWeights, NgramInject, NgramInjectRows};

@@ -5,7 +5,9 @@ use super::{
     forward::buffers::{Buffers, Scratch},
     hidden_taps::TapBuffers,
     model_parts::ModelParts,
-    placement::{PlacedSlots, adopt_slots, adopt_weights, check_supported, check_threads, slot_tables},
+    placement::{
+        PlacedSlots, adopt_slots, adopt_weights, check_supported, check_threads, choose_variants, slot_tables,
+    },
     state::{
         kv_pages::PagePool,
         pass_ahead::{PassAhead, collect, drop_failure},
@@ -66,6 +68,7 @@ impl DeviceState {
             }
             None => ExpertSlots::default(),
         };
+        choose_variants(&parts.net, slots.stride, backend.as_mut());
         if parts.gpu_awake && parts.store.is_some() {
             backend.keep_gpu_awake()?;
         }

@@ -3,13 +3,13 @@
 use super::{
     config::refuse,
     state::pass_ahead::{PassAhead, collect},
-    weights::{Ffn, Mixer, Network},
+    weights::{Ffn, Mixer, Network, Residual},
 };
 use crate::{checkpoint::TrunkBuffer, error::ModelError};
 use moestro_compute::{
     device::{DeviceError, SyncPoint, Timeline},
     experts::{ExpertStore, SlotDevice},
-    ops::{AttentionShape, Backend, ExpertSlots, ModelPart, NO_SLOT, ReservedBuffer},
+    ops::{AttentionShape, Backend, DecodedProduct, ExpertSlots, ModelPart, NO_SLOT, ReservedBuffer, Weight},
 };
 use std::{ops::Range, sync::Arc};
 
@@ -61,6 +61,42 @@ pub fn check_threads(net: &Network, kv_shape: &AttentionShape, backend: &mut dyn
         }
     }
     Ok(())
+}
+
+/// Lets the device choose the kernels of the products of a decoded row. Slots of experts have `stride` bytes.
+pub fn choose_variants(net: &Network, stride: usize, backend: &mut dyn Backend) {
+    let mut products = Vec::new();
+    let mut add = |before: Option<&Residual>, matrices: &[Weight]| {
+        let has_norm = before.is_some_and(|before| matches!(before, Residual::Norm(_)));
+        products.push(DecodedProduct::Matrices { matrices: matrices.to_vec(), has_norm });
+    };
+    for layer in &net.layers {
+        match &layer.mixer {
+            Mixer::Attention(attention) => {
+                add(Some(&layer.before_mixer), &attention.qkv);
+                add(None, &[attention.out]);
+            }
+            Mixer::DeltaNet(delta) => {
+                add(Some(&layer.before_mixer), &delta.in_proj);
+                add(None, &[delta.out]);
+            }
+        }
+        match &layer.ffn {
+            Ffn::Dense(dense) => {
+                add(Some(&layer.before_ffn), &dense.gate_up);
+                add(None, &[dense.down]);
+            }
+            Ffn::Moe(moe) => {
+                let shared = moe.shared.map(|shared| [shared.gate_up[0], shared.gate_up[1], shared.result]);
+                let scores: Vec<_> = [moe.router].into_iter().chain(shared.into_iter().flatten()).collect();
+                add(Some(&layer.before_ffn), &scores);
+            }
+        }
+    }
+    add(Some(&net.before_head), &[*net.head()]);
+    let experts = net.layers.iter().filter_map(|layer| layer.ffn.moe());
+    products.extend(experts.map(|layer| DecodedProduct::Experts { layer, stride }));
+    backend.choose_variants(&products);
 }
 
 /// Lets the backend adopt the segments of the expert slots.

@@ -30,20 +30,30 @@ pub struct MetalLibrary {
     compiled: OnceCell<CompiledKernels<Pipeline>>,
     /// The kernel that fails on purpose.
     fault: Option<Pipeline>,
+    /// True if attention is compiled with the precise `exp`.
+    has_precise_exp: bool,
 }
 
 impl MetalLibrary {
     pub fn new(device: &Device) -> Self {
-        Self { device: device.clone(), compiled: OnceCell::new(), fault: None }
+        Self { device: device.clone(), compiled: OnceCell::new(), fault: None, has_precise_exp: false }
+    }
+
+    /// Compiles attention with the precise `exp`. Must be called before the first kernel is needed.
+    pub fn set_precise_exp(&mut self) {
+        self.has_precise_exp = true;
     }
 
     /// Compiles all files on the first call.
     fn compiled(&self) -> &CompiledKernels<Pipeline> {
         self.compiled.get_or_init(|| {
             let device = &self.device;
+            let has_precise_exp = self.has_precise_exp;
             // Each file has a thread of its own, which must not end with an Objective-C exception.
             kernels::compile(false, |_, text, tiles| {
-                let compiled = catch_exception(|| autoreleasepool(|_| compile_file(device, text, tiles)));
+                let source = kernels::metal_source(text, tiles);
+                let source = if has_precise_exp { kernels::with_precise_exp(&source) } else { source };
+                let compiled = catch_exception(|| autoreleasepool(|_| compile_file(device, &source)));
                 compiled.unwrap_or_else(|thrown| Err(thrown.0))
             })
         })
@@ -84,14 +94,14 @@ impl MetalLibrary {
     }
 }
 
-/// Compiles a file and creates its pipelines.
-fn compile_file(device: &Device, text: &str, tiles: bool) -> Result<FileKernels<Pipeline>, String> {
+/// Compiles the source of a file and creates its pipelines.
+fn compile_file(device: &Device, source: &str) -> Result<FileKernels<Pipeline>, String> {
     let options = MTLCompileOptions::new();
     // With fast math, a row's result would depend on which kernel computed it, and differ from the CPU's result.
     // `setFastMathEnabled` is deprecated, but its replacement `mathMode` needs macOS 15.
     #[allow(deprecated)]
     options.setFastMathEnabled(false);
-    let source = NSString::from_str(&kernels::metal_source(text, tiles));
+    let source = NSString::from_str(source);
     let library = device.as_ref().newLibraryWithSource_options_error(&source, Some(&options));
     let library = library.map_err(|error| format!("Apple's compiler rejects it:\n{}", message(&error)))?;
     let names = library.functionNames();

@@ -19,6 +19,11 @@ const MAX_QUANT_SPLITS: usize = 256;
 const MAX_RECENT_SPLITS: usize = 2 * RECENT / MIN_SPLIT;
 /// Number of threads in a threadgroup that merges the splits.
 const MERGE_THREADS: u32 = 512;
+/// Places of words in `AttentionArgs`.
+const SPLITS: usize = 7;
+const LEAST_SPLIT: usize = 11;
+const LANE_COLUMNS: usize = 13;
+const SHARED_HEADS: usize = 14;
 
 /// Number of positions per split: [`MIN_SPLIT`], doubled until `positions` contain fewer than `max` whole splits.
 fn split_size(positions: usize, max: usize) -> usize {
@@ -96,6 +101,41 @@ impl AttentionShape {
         args.push(lane_columns as u32);
         args.push(self.shared_heads().unwrap_or(0) as u32);
         args
+    }
+
+    /// For comparisons: the splits and the merge of one row with two query heads per simdgroup instead of more.
+    pub(in crate::ops) fn with_two_heads(&self, launches: [Launch; 2]) -> [Launch; 2] {
+        let groups = self.heads / self.kv_heads;
+        let [mut splits, mut merge] = launches;
+        if groups.is_multiple_of(2) {
+            for launch in [&mut splits, &mut merge] {
+                launch.args[LANE_COLUMNS] = 1;
+                launch.args[SHARED_HEADS] = 0;
+            }
+            splits.threads = 16 * groups as u32;
+            splits.grid[1] = self.kv_heads as u32;
+        }
+        [splits, merge]
+    }
+
+    /// For comparisons: the splits and the merge of one row at `position` with another minimum number of positions in a
+    /// split. The cache must not be quantized.
+    pub(in crate::ops) fn with_min_split(&self, launches: [Launch; 2], position: usize, min: usize) -> [Launch; 2] {
+        let mut size = min;
+        while position / size >= MAX_SPLITS {
+            size *= 2;
+        }
+        let count = position / size + 1;
+        let [mut splits, mut merge] = launches;
+        for launch in [&mut splits, &mut merge] {
+            launch.args[SPLITS] = count as u32;
+            launch.args[LEAST_SPLIT] = min as u32;
+        }
+        splits.grid[0] = count as u32;
+        for partials in [splits.bindings.last_mut(), merge.bindings.get_mut(1)].into_iter().flatten() {
+            partials.region = partials.region.floats(self.heads * count * (self.dim + 2));
+        }
+        [splits, merge]
     }
 
     /// True if the kernel on matrix units can compute the splits.
@@ -345,7 +385,10 @@ impl Attention<'_> {
 
 #[cfg(test)]
 mod tests {
-    use super::{super::RecentRing, *};
+    use super::{
+        super::{KvCache, RecentRing},
+        *,
+    };
 
     #[test]
     fn split_count_and_size_are_bounded() {
@@ -388,6 +431,34 @@ mod tests {
         }
         assert_eq!(shape(8, 256, KvFormat::I16).lane_columns(true), 1);
         assert_eq!(shape(8, 256, KvFormat::F32).lane_columns(false), 1);
+    }
+
+    #[test]
+    fn changed_launches_have_valid_arguments() {
+        let shape = &AttentionShape {
+            heads: 16,
+            kv_heads: 2,
+            dim: 256,
+            rope_dim: 64,
+            eps: 1e-6,
+            context: 9000,
+            format: KvFormat::I16,
+            recent: None,
+        };
+        let part = Region { len: 1 << 30, ..Region::default() };
+        let cache = KvCache { keys: part, values: part, table: part, recent: [part; 2] };
+        let op = Attention { shape, start: 8191, tokens: 1, q: part, cache, proj: part, partials: part, y: part };
+        let [splits, merge] = op.launches(1, false).next().unwrap();
+        assert_eq!([SPLITS, LEAST_SPLIT, LANE_COLUMNS, SHARED_HEADS].map(|at| splits.args[at]), [512, 16, 8, 4]);
+        assert_eq!(splits.args, merge.args);
+        let [two, merge_two] = shape.with_two_heads([splits.clone(), merge.clone()]);
+        assert_eq!((two.threads, two.grid, two.args[LANE_COLUMNS], two.args[SHARED_HEADS]), (128, [512, 2, 1], 1, 0));
+        assert_eq!(two.args, merge_two.args);
+        let [long, merge_long] = shape.with_min_split([splits, merge], 8191, 64);
+        assert_eq!((long.grid, long.args[SPLITS], long.args[LEAST_SPLIT]), ([128, 2, 1], 128, 64));
+        assert_eq!(long.args, merge_long.args);
+        let partials = 16 * 128 * 258 * 4;
+        assert_eq!([long.bindings[5], merge_long.bindings[1]].map(|binding| binding.region.len), [partials; 2]);
     }
 
     #[test]

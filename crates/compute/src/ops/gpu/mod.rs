@@ -1,15 +1,20 @@
 //! The GPU backend: turns operations into launches, in order. `accept` says which weights its kernels support.
 
 mod accept;
+mod compare;
 mod experts;
+mod variants;
+
+pub use compare::{Comparison, DecodedAttention, compare_kernels, time_attention};
 
 use super::{
-    Backend, BackendLimits, HalfBuffers, IndexerShape, KvFormat, ModelPart, Op, ReservedBuffer,
+    Backend, BackendLimits, DecodedProduct, HalfBuffers, IndexerShape, KvFormat, ModelPart, Op, ReservedBuffer,
     attention::prompt_work, cpu::refuse, linear::RowTiles, norm::rms_norm,
 };
 use crate::device::{BufferAccess, CommandQueue, DeviceError, Driver, Launch, Region, Slab, SyncPoint, Timeline};
 use accept::accept_part;
 use std::{collections::HashMap, ops::Range, sync::Arc, time::Duration};
+use variants::VariantChoice;
 
 /// Maximum number of rows that are computed as in decoding, with experts found through the slot table.
 const DECODE_ROWS: usize = 16;
@@ -66,6 +71,8 @@ pub struct GpuBackend<D: Driver> {
     skip_flag: Option<Region>,
     /// Minimum number of weights of a product of decoded rows on matrix units, if there is one.
     min_tiled_weights: Option<usize>,
+    /// The variants of the kernels of decoded rows.
+    variants: VariantChoice,
     /// Number of launches so far.
     launches: u64,
     slots: Vec<u32>,
@@ -106,6 +113,7 @@ impl<D: Driver> GpuBackend<D> {
             submit_step: 0,
             skip_flag: None,
             min_tiled_weights,
+            variants: VariantChoice::default(),
             launches: 0,
             slots,
             uploaded,
@@ -137,6 +145,11 @@ impl<D: Driver> GpuBackend<D> {
     pub(super) fn tile_all_rows(&mut self, tiled: bool) -> bool {
         self.min_tiled_weights = self.gpu.driver.min_tiled_weights().filter(|_| tiled).map(|_| 0);
         self.min_tiled_weights.is_some()
+    }
+
+    /// For checks: always launches the direct variant of a kernel, or always the staged one.
+    pub(super) fn set_direct(&mut self, is_direct: bool) {
+        self.variants = if is_direct { VariantChoice::Direct } else { VariantChoice::Staged };
     }
 
     pub(super) fn set_waits_each(&mut self, waits_each: bool) {
@@ -212,6 +225,9 @@ impl<D: Driver> GpuBackend<D> {
         self.launches += 1;
         if let Some(flag) = self.skip_flag {
             launch.set_skip_flag(flag);
+        }
+        if let Some(kernel) = self.variants.replacement(&launch) {
+            launch.kernel = kernel;
         }
         let first = self.in_flight.len();
         for binding in &mut launch.bindings {
@@ -302,6 +318,12 @@ impl<D: Driver> Backend for GpuBackend<D> {
             }
         }
         Ok(())
+    }
+
+    fn choose_variants(&mut self, products: &[DecodedProduct<'_>]) {
+        if self.gpu.driver.has_variants() {
+            self.variants.measure(&mut self.gpu, products);
+        }
     }
 
     fn execute(&mut self, op: &Op<'_>) -> Result<(), DeviceError> {

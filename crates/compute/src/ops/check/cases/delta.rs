@@ -27,6 +27,9 @@ pub fn cases(b: &mut KernelCheck<'_, impl Driver>) -> Result<(), DeviceError> {
     for tokens in [1, 3] {
         case(b, &DeltaShape { gate: OutputGate::Sigmoid, ..*shape }, affine(4, 64), tokens, 192)?;
     }
+    b.gpu.set_direct(true);
+    case(b, shape, affine(8, 64), 1, 192)?;
+    b.gpu.set_direct(false);
     if b.gpu.tile_all_rows(true) {
         case(b, shape, affine(4, 64), 1, 256)?;
         // With this many rows of W, a simdgroup has two tiles of them.

@@ -28,6 +28,9 @@ pub fn cases(b: &mut KernelCheck<'_, impl Driver>) -> Result<(), DeviceError> {
     case(b, [affine(3, 32), affine(6, 64), affine(8, 128)], 128, 3)?;
     case(b, [WeightFormat::Mxfp4; 3], 64, 3)?;
     case(b, [WeightFormat::Fp8(Some(Float::Bf16)); 3], 64, 3)?;
+    b.gpu.set_direct(true);
+    case(b, [affine(4, 64); 3], 64, 2)?;
+    b.gpu.set_direct(false);
     if b.gpu.tile_all_rows(true) {
         case(b, [affine(4, 64); 3], 128, 1)?;
         case(b, [affine(4, 64); 3], 128, 3)?;

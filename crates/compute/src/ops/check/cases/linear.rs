@@ -31,6 +31,15 @@ pub fn cases(b: &mut KernelCheck<'_, impl Driver>) -> Result<(), DeviceError> {
                 product(b, &matrices, tokens, [norm, norm], CLOSE)?;
             }
         }
+        if let WeightFormat::Affine { bits: 4, group: 64, .. } = codes[0] {
+            b.gpu.set_direct(true);
+            let tall = [b.weight(codes[0], 4100, 128)?, b.weight(codes[1], 18, 128)?];
+            for matrices in [&matrices, &tall] {
+                product(b, matrices, 1, [false, false], CLOSE)?;
+                product(b, matrices, 1, [true, true], CLOSE)?;
+            }
+            b.gpu.set_direct(false);
+        }
         if b.gpu.tile_all_rows(true) {
             for tokens in [1, 6, 11] {
                 for norm in [false, true] {
