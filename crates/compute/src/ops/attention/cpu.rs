@@ -114,10 +114,41 @@ wide! {
     }
 }
 
+/// The positions that each token attends to, if these are not all positions.
+pub(in crate::ops) trait KvSelection<T>: Sync {
+    /// Number of positions that a token attends to.
+    fn count(&self, token: usize) -> usize;
+
+    /// Copies keys and values of one key head to two blocks of [`BLOCK`] rows. `seen` are indices in the token's list of
+    /// positions.
+    fn copy(&self, token: usize, head: usize, seen: Range<usize>, to: [&mut [T]; 2]);
+}
+
+impl Attention<'_> {
+    /// Attends to the selected positions only. `is_transformed` is true if keys and values are multiplied by the
+    /// Hadamard matrix.
+    pub(in crate::ops) fn on_selected<T: KvElement>(
+        &self,
+        cpu: &Cpu,
+        selection: &dyn KvSelection<T>,
+        is_transformed: bool,
+    ) {
+        let tokens = self.tokens;
+        let values = tokens * self.shape.heads * self.shape.dim;
+        let memory = &cpu.memory;
+        let inputs = [self.q.floats(values), self.proj.floats(tokens * self.shape.width())];
+        let none = FullKv { bytes: [&[]; 2], table: None, capacity: BLOCK };
+        let call = AttentionCall::<T>::new(self, inputs.map(|region| memory.floats(region)), none, None);
+        let call = AttentionCall { selection: Some(selection), is_transformed, ..call };
+        call.run(&cpu.compute.threads, tokens, memory.floats_mut(self.y.floats(values)));
+    }
+}
+
 /// Number of calls so far. Lets a thread detect that its cached queries belong to another call.
 static CALLS: AtomicU64 = AtomicU64::new(0);
 
 /// Keys and values of at least 16 bits: pages that `table` lists, or a ring with a capacity of `capacity` positions.
+#[derive(Clone, Copy)]
 struct FullKv<'a> {
     bytes: [&'a [u8]; 2],
     table: Option<&'a [u32]>,
@@ -141,6 +172,10 @@ struct AttentionCall<'a, T> {
     split: usize,
     /// Keys and values of all positions in 8 or 4 bits. `full` is then the ring of recent positions.
     quantized: Option<[QuantizedKv<'a>; 2]>,
+    /// The positions to attend to, if not all. `full` is then empty.
+    selection: Option<&'a dyn KvSelection<T>>,
+    /// True if keys and values are multiplied by the Hadamard matrix.
+    is_transformed: bool,
     /// Position of the first token.
     start: usize,
     heads: usize,
@@ -169,6 +204,8 @@ struct TileQueries {
     /// Call, key head and first token of these queries.
     loaded_for: (u64, usize, usize),
     value_scales: ValueScales,
+    /// Copies of selected keys and values, a block each.
+    selected: [Vec<u32>; 2],
 }
 
 impl Default for TileQueries {
@@ -179,6 +216,7 @@ impl Default for TileQueries {
             quantized_queries: QuantizedQueries::default(),
             loaded_for: (0, 0, 0),
             value_scales: ValueScales::new(),
+            selected: Default::default(),
         }
     }
 }
@@ -207,6 +245,8 @@ impl<'a, T: KvElement> AttentionCall<'a, T> {
             shared: shape.kv_heads,
             split: 1,
             quantized,
+            selection: None,
+            is_transformed: quantized.is_some(),
             start: op.start,
             heads: shape.heads,
             group: shape.heads / shape.kv_heads,
@@ -219,7 +259,7 @@ impl<'a, T: KvElement> AttentionCall<'a, T> {
     fn run(mut self, threads: &Threads, tokens: usize, y: &mut [f32]) {
         let blocks = self.blocks(&(0..tokens));
         // With fewer tasks than threads, split the query heads. Each part then converts keys and values itself.
-        let tasks = self.shared * blocks * tokens.div_ceil((MAX_TILE_QUERIES / self.group).max(1));
+        let tasks = self.shared * blocks * tokens.div_ceil(self.tile_height());
         while self.group.is_multiple_of(2) && 2 * self.split * tasks <= threads.count() {
             (self.group, self.split) = (self.group / 2, 2 * self.split);
         }
@@ -229,7 +269,7 @@ impl<'a, T: KvElement> AttentionCall<'a, T> {
         let shared = self.shared * self.split;
         let out = OutPtr(y.as_mut_ptr());
         // A tile is several tokens with all query heads of one key head.
-        let height = (MAX_TILE_QUERIES / group).max(1);
+        let height = self.tile_height();
         let tiles = tokens.div_ceil(height);
         let tile = |task: usize| (task / tiles, task % tiles * height..(task % tiles * height + height).min(tokens));
         if blocks == 1 || threads.count() == 1 || shared * tiles >= 4 * threads.count() {
@@ -289,19 +329,31 @@ fn clear(sums: &mut [f32], queries: usize) {
 }
 
 impl<T: KvElement> AttentionCall<'_, T> {
+    /// Number of tokens in a tile. Tokens with different positions share no keys.
+    fn tile_height(&self) -> usize {
+        if self.selection.is_some() { 1 } else { (MAX_TILE_QUERIES / self.group).max(1) }
+    }
+
     /// Number of blocks that the last of `tokens` sees. With a quantized cache, block 0 is the ring, and the blocks of
     /// the pages are numbered from 1.
     fn blocks(&self, tokens: &Range<usize>) -> usize {
+        if let Some(selection) = self.selection {
+            let most = tokens.clone().map(|token| selection.count(token)).max();
+            return most.unwrap_or_default().div_ceil(BLOCK);
+        }
         match self.quantized {
             None => (self.start + tokens.end).div_ceil(BLOCK),
             Some(_) => 1 + recent_start((self.start + tokens.end).saturating_sub(1)).div_ceil(BLOCK),
         }
     }
 
-    /// The positions of a block that `token` sees.
+    /// The positions of a block that `token` sees. With a selection, their indices in the token's list.
     fn seen(&self, token: usize, block: usize) -> Range<usize> {
         let position = self.start + token;
         let positions_of = |block: usize, end: usize| block * BLOCK..((block + 1) * BLOCK).min(end);
+        if let Some(selection) = self.selection {
+            return positions_of(block, selection.count(token));
+        }
         match (self.quantized, block) {
             (None, _) => positions_of(block, position + 1),
             (Some(_), 0) => recent_start(position)..position + 1,
@@ -347,7 +399,7 @@ impl<T: KvElement> AttentionCall<'_, T> {
             for (y, sum) in y.iter_mut().zip(row) {
                 *y = sum / sums[queries + query];
             }
-            if self.quantized.is_some() {
+            if self.is_transformed {
                 kv_quant::hadamard(y);
             }
             apply_gate(y, &self.proj[token * self.row + (2 * n + 1) * self.dim..]);
@@ -391,6 +443,13 @@ impl<T: KvElement> AttentionCall<'_, T> {
             if seen.is_empty() {
                 continue;
             }
+            if let Some(selection) = self.selection {
+                let rows = query.selected.each_mut().map(|rows| {
+                    rows.resize((BLOCK * (self.dim + T::SCALE_ELEMENTS) * size_of::<T>()).div_ceil(4), 0);
+                    bytemuck::cast_slice_mut(rows)
+                });
+                selection.copy(token, head / self.split, seen.clone(), rows);
+            }
             // All queries of a token see the same keys. As many queries are computed together as fit into registers.
             let mut n = 0;
             while n < self.group {
@@ -416,12 +475,15 @@ impl<T: KvElement> AttentionCall<'_, T> {
         query: &mut TileQueries,
     ) -> usize {
         let width = self.width;
-        let head = head / self.split;
         let (index, queries) = at;
         let mut scores = [[0f32; BLOCK]; N];
-        let FullKv { bytes, table, capacity } = &self.full;
-        let sizes = [self.shared, *capacity, self.dim];
-        let [keys, values] = bytes.map(|bytes| KvView::<T>::at(bytes, *table, sizes, seen.start));
+        let selected = query.selected.each_ref().map(|rows| bytemuck::cast_slice(rows));
+        let (head, seen, full) = match self.selection {
+            None => (head / self.split, seen, self.full),
+            Some(_) => (0, 0..seen.len(), FullKv { bytes: selected, table: None, capacity: BLOCK }),
+        };
+        let sizes = [if self.selection.is_some() { 1 } else { self.shared }, full.capacity, self.dim];
+        let [keys, values] = full.bytes.map(|bytes| KvView::<T>::at(bytes, full.table, sizes, seen.start));
         match &quantized {
             None => {
                 let rows: [&[f32]; N] =

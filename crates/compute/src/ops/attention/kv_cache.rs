@@ -135,6 +135,15 @@ impl<'a, T: KvElement> KvView<'a, T> {
         KvRows { values, scales, dim: self.dim }
     }
 
+    /// Copies the rows of positions `first..first + count` to `to`, a block of `capacity` rows, from row `row` on.
+    #[inline(always)]
+    pub fn copy_rows(&self, head: usize, [first, count]: [usize; 2], to: &mut [T], [row, capacity]: [usize; 2]) {
+        let rows = self.rows(head, first, count);
+        to[row * self.dim..][..count * self.dim].copy_from_slice(rows.values);
+        let scales = capacity * self.dim + row * T::SCALE_ELEMENTS;
+        to[scales..][..count * T::SCALE_ELEMENTS].copy_from_slice(rows.scales);
+    }
+
     /// The values of a position, and their scale.
     #[inline(always)]
     pub fn row(&self, head: usize, position: usize) -> (&'a [T], f32) {

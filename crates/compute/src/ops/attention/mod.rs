@@ -12,6 +12,7 @@ mod kv_quant_avx512;
 mod kv_quant_cpu;
 mod kv_quant_operands;
 
+pub(super) use cpu::KvSelection;
 pub use gpu::max_splits;
 pub(super) use gpu::prompt_work;
 pub(super) use kv_cache::{KvElement, KvView};

@@ -5,23 +5,16 @@ use super::{BlockAttention, BlockAttentionRows, IndexCache};
 use crate::{
     device::DeviceError,
     ops::{
-        QkNormRope,
-        activation::softmax,
+        Attention, QkNormRope,
         attention::{
-            KvElement, KvFormat, KvView, PAGE,
+            KvElement, KvFormat, KvSelection, KvView, PAGE,
             kv_quant::{self, QuantizedKv, recent_start},
         },
         cpu::{Cpu, refuse},
-        simd::{Vector, float, math::sigmoid, wide},
+        simd::{float, wide},
     },
 };
-use std::cell::RefCell;
-
-thread_local! {
-    /// Scores of the queries of a task, `[queries, positions]`, their sums of values, `[queries, padded dim]`, and a row
-    /// of a quantized cache, `[dim]`.
-    static SCRATCH: RefCell<[Vec<f32>; 3]> = RefCell::default();
-}
+use std::{marker::PhantomData, ops::Range};
 
 impl BlockAttentionRows<'_> {
     /// Computes one row after the other.
@@ -57,137 +50,176 @@ impl BlockAttention<'_> {
             return refuse(format!("{pages} pages are too few for position {}", self.attention.start + tokens));
         }
         self.close_blocks(&cpu.memory)?;
+        let first = self.rows_without_selection();
+        if first > 0 {
+            self.attention.part(0, first).on_cpu(cpu)?;
+        }
         let mut scratch = std::mem::take(&mut cpu.scratch.selection);
         self.select(cpu, &mut scratch);
-        match shape.recent.map_or(shape.format, |ring| ring.format) {
-            KvFormat::F32 => self.attend::<f32>(cpu, &scratch.selected),
-            KvFormat::I16 => self.attend::<i16>(cpu, &scratch.selected),
-            other => return refuse(format!("the CPU does not support the cache format {other:?}")),
+        let mut done = Ok(());
+        if first < tokens {
+            let rest = self.part(first, tokens - first);
+            done = rest.attend(cpu, &scratch.selected[first * self.indexer.blocks..]);
         }
         cpu.scratch.selection = scratch;
-        Ok(())
+        done
     }
 
-    /// Attends to `selected`, `[tokens, blocks]`, and to each query's open block. `T` is the format of the cache or, if
-    /// the cache is quantized, of the ring of recent positions.
-    fn attend<T: KvElement>(&self, cpu: &Cpu, selected: &[u32]) {
+    /// Number of rows that attend to all positions before any row that does not. Products with quantized keys and values
+    /// are integers in full attention, so there are no such rows with a quantized cache.
+    fn rows_without_selection(&self) -> usize {
+        let Attention { shape, start, tokens, .. } = self.attention;
+        let positions = (self.indexer.blocks + 1) * self.indexer.ratio - 1;
+        if shape.recent.is_some() { 0 } else { positions.saturating_sub(start).min(tokens) }
+    }
+
+    /// Attends to `selected`, `[tokens, blocks]`, and to each query's open block.
+    fn attend(&self, cpu: &Cpu, selected: &[u32]) -> Result<(), DeviceError> {
         let op = &self.attention;
-        let memory = &cpu.memory;
-        let threads = &cpu.compute.threads;
         let shape = op.shape;
-        let tokens = op.tokens;
-        let dim = op.shape.dim;
-        let q = memory.floats(op.q.floats(tokens * shape.heads * dim));
-        let proj = memory.floats(op.proj.floats(tokens * shape.width()));
-        let y = memory.floats_mut(op.y.floats(tokens * shape.heads * dim));
+        let memory = &cpu.memory;
         let caches = [op.cache.keys, op.cache.values].map(|cache| memory.bytes(cache));
-        let rings = op.cache.recent.map(|ring| memory.bytes(ring));
         let table = memory.words(op.cache.table);
-        let quantized = kv_quant::bits(shape.format)
-            .map(|bits| caches.map(|cache| QuantizedKv::new(bits, cache, table, shape.kv_heads, dim)));
-        let capacity = shape.recent.map_or(PAGE, |ring| ring.capacity);
-        let group = shape.heads / shape.kv_heads;
-        // With few rows, each query head is a task. Otherwise the query heads that share a key head are one task.
-        let heads = if tokens * shape.kv_heads < 4 * threads.count() { 1 } else { group };
-        threads.run_pieces(y, heads * dim, &|task, y| {
-            let token = task * heads / shape.heads;
-            let head = task * heads % shape.heads;
-            let position = op.start + token;
-            let (closed, chosen) = self.closed(position);
-            let ratio = self.indexer.ratio;
-            let blocks = &selected[token * self.indexer.blocks..][..chosen];
-            let runs = blocks.iter().map(|block| *block as usize * ratio..(*block as usize + 1) * ratio);
-            let runs = runs.chain(std::iter::once(closed * ratio..position + 1));
-            let positions = runs.flatten();
-            // A row of the cache or of the ring. `None` if the row is quantized.
-            let row = |cache: usize, at: usize| {
-                let sizes = [shape.kv_heads, capacity, dim];
-                match quantized {
-                    None => Some(KvView::<T>::at(caches[cache], Some(table), sizes, at).row(head / group, at)),
-                    Some(_) if at < recent_start(position) => None,
-                    Some(_) => Some(KvView::<T>::at(rings[cache], None, sizes, at).row(head / group, at)),
-                }
-            };
-            let dequantize = |cache: usize, at: usize, to: &mut [f32]| {
-                if let Some(cache) = quantized.map(|caches| caches[cache]) {
-                    let row = cache.rows(head / group, at, 1);
-                    kv_quant::dequantize_row(cache.bits, [row.codes, row.scales], to);
-                }
-            };
-            SCRATCH.with_borrow_mut(|[scores, sums, dequantized]| {
-                dequantized.resize(dim, 0.0);
-                let count = chosen * ratio + (position + 1 - closed * ratio);
-                scores.resize(heads * count, 0.0);
-                let padded = dim.next_multiple_of(16);
-                sums.clear();
-                sums.resize(heads * padded, 0.0);
-                let q = &q[(token * shape.heads + head) * dim..][..heads * dim];
-                for (index, at) in positions.clone().enumerate() {
-                    if let Some(key) = row(0, at) {
-                        score_row(key, q, dim, scores, index, count);
+        let positions = SelectedPositions { op: self, selected };
+        let pages = SelectedPages { positions, caches, table };
+        let Some((bits, ring)) = kv_quant::bits(shape.format).zip(shape.recent) else {
+            match shape.format {
+                KvFormat::F32 => op.on_selected::<f32>(cpu, &pages, false),
+                KvFormat::I16 => op.on_selected::<i16>(cpu, &pages, false),
+                other => return refuse(format!("the CPU does not support the cache format {other:?}")),
+            }
+            return Ok(());
+        };
+        let quantized = caches.map(|cache| QuantizedKv::new(bits, cache, table, shape.kv_heads, shape.dim));
+        let rings = op.cache.recent.map(|ring| memory.bytes(ring));
+        let capacity = ring.capacity;
+        match ring.format {
+            KvFormat::F32 => {
+                let rows = SelectedCodes { positions, quantized, rings, capacity, element: PhantomData::<f32> };
+                op.on_selected(cpu, &rows, true);
+            }
+            KvFormat::I16 => {
+                let rows = SelectedCodes { positions, quantized, rings, capacity, element: PhantomData::<i16> };
+                op.on_selected(cpu, &rows, true);
+            }
+            other => return refuse(format!("the CPU does not support the cache format {other:?}")),
+        }
+        Ok(())
+    }
+}
+
+/// The positions that each query attends to: its selected blocks, in ascending order, and its open block.
+#[derive(Clone, Copy)]
+struct SelectedPositions<'a> {
+    op: &'a BlockAttention<'a>,
+    /// `[tokens, blocks]`.
+    selected: &'a [u32],
+}
+
+impl SelectedPositions<'_> {
+    fn count(&self, token: usize) -> usize {
+        let position = self.op.attention.start + token;
+        let (closed, chosen) = self.op.closed(position);
+        position + 1 - (closed - chosen) * self.op.indexer.ratio
+    }
+
+    /// Splits the positions with these indices into runs of consecutive positions in one page. Calls `copy` with the
+    /// number of a row in `seen`, the first position and the length of each run. A run is inside a block. It does not
+    /// cross the first position that the query reads from a ring.
+    fn for_each_run(&self, token: usize, seen: Range<usize>, mut copy: impl FnMut(usize, usize, usize)) {
+        let indexer = self.op.indexer;
+        let position = self.op.attention.start + token;
+        let (closed, chosen) = self.op.closed(position);
+        let blocks = &self.selected[token * indexer.blocks..][..chosen];
+        let recent = recent_start(position);
+        let mut index = seen.start;
+        while index < seen.end {
+            let block = blocks.get(index / indexer.ratio).map_or(closed, |block| *block as usize);
+            let in_block = index - (index / indexer.ratio).min(chosen) * indexer.ratio;
+            let first = block * indexer.ratio + in_block;
+            let page_end = first / PAGE * PAGE + PAGE;
+            let end = page_end.min(first + (indexer.ratio - in_block).min(seen.end - index));
+            let end = if first < recent { end.min(recent) } else { end };
+            copy(index - seen.start, first, end - first);
+            index += end - first;
+        }
+    }
+}
+
+/// Selected positions of a cache with f32 or 16-bit rows.
+struct SelectedPages<'a> {
+    positions: SelectedPositions<'a>,
+    caches: [&'a [u8]; 2],
+    table: &'a [u32],
+}
+
+impl<T: KvElement> KvSelection<T> for SelectedPages<'_> {
+    fn count(&self, token: usize) -> usize {
+        self.positions.count(token)
+    }
+
+    fn copy(&self, token: usize, head: usize, seen: Range<usize>, to: [&mut [T]; 2]) {
+        let shape = self.positions.op.attention.shape;
+        let sizes = [shape.kv_heads, PAGE, shape.dim];
+        for (cache, to) in self.caches.into_iter().zip(to) {
+            self.positions.for_each_run(token, seen.clone(), |row, first, count| {
+                let page = KvView::<T>::at(cache, Some(self.table), sizes, first);
+                page.copy_rows(head, [first, count], to, [row, PAGE]);
+            });
+        }
+    }
+}
+
+/// Selected positions of a quantized cache with a ring of recent positions, whose elements are `R`. They are copied as
+/// f32.
+struct SelectedCodes<'a, R> {
+    positions: SelectedPositions<'a>,
+    quantized: [QuantizedKv<'a>; 2],
+    rings: [&'a [u8]; 2],
+    /// Number of positions in a ring.
+    capacity: usize,
+    element: PhantomData<R>,
+}
+
+impl<R: KvElement> KvSelection<f32> for SelectedCodes<'_, R> {
+    fn count(&self, token: usize) -> usize {
+        self.positions.count(token)
+    }
+
+    fn copy(&self, token: usize, head: usize, seen: Range<usize>, to: [&mut [f32]; 2]) {
+        let Attention { shape, start, .. } = self.positions.op.attention;
+        let dim = shape.dim;
+        let recent = recent_start(start + token);
+        let sizes = [shape.kv_heads, self.capacity, dim];
+        for ((codes, ring), to) in self.quantized.iter().zip(self.rings).zip(to) {
+            self.positions.for_each_run(token, seen.clone(), |row, first, count| {
+                for (position, to) in (first..first + count).zip(to[row * dim..].chunks_exact_mut(dim)) {
+                    if position >= recent {
+                        let (values, scale) = KvView::<R>::at(ring, None, sizes, position).row(head, position);
+                        scale_row(values, scale, to);
                     } else {
-                        dequantize(0, at, dequantized);
-                        score_row::<f32>((dequantized, 1.0), q, dim, scores, index, count);
-                    }
-                }
-                for scores in scores.chunks_exact_mut(count) {
-                    softmax(scores, 1.0 / (dim as f32).sqrt());
-                }
-                for (index, at) in positions.enumerate() {
-                    if let Some(value) = row(1, at) {
-                        add_row(value, scores, index, count, sums, padded);
-                    } else {
-                        dequantize(1, at, dequantized);
-                        add_row::<f32>((dequantized, 1.0), scores, index, count, sums, padded);
-                    }
-                }
-                for (index, y) in y.chunks_exact_mut(dim).enumerate() {
-                    let gate = &proj[token * shape.width() + (2 * (head + index) + 1) * dim..][..dim];
-                    y.copy_from_slice(&sums[index * padded..][..dim]);
-                    if quantized.is_some() {
-                        kv_quant::hadamard(y);
-                    }
-                    for (y, gate) in y.iter_mut().zip(gate) {
-                        *y *= sigmoid(*gate);
+                        let row = codes.rows(head, position, 1);
+                        kv_quant::dequantize_row(codes.bits, [row.codes, row.scales], to);
                     }
                 }
             });
-        });
-    }
-}
-
-/// Sixteen elements from `at` on, padded with zeros.
-#[inline(always)]
-fn load<V: Vector, T: KvElement>(values: &[T], at: usize) -> V {
-    match values[at..].first_chunk() {
-        Some(chunk) => T::load::<V>(chunk),
-        None => T::load::<V>(&float::padded(&values[at..])),
-    }
-}
-
-wide! {
-    /// `scores[query, at] = q . key` for each query.
-    fn score_row[T: KvElement](key: (&[T], f32), queries: &[f32], dim: usize, scores: &mut [f32], at: usize, count: usize) {
-        let (values, scale) = key;
-        for (index, q) in queries.chunks_exact(dim).enumerate() {
-            let mut lanes = V::splat(0.0);
-            for first in (0..dim).step_by(16) {
-                lanes = load::<V, T>(values, first).fma(load::<V, f32>(q, first), lanes);
-            }
-            scores[index * count + at] = lanes.sum() * scale;
         }
     }
 }
 
 wide! {
-    /// `sums[query] += scores[query, at] * value` for each query.
-    fn add_row[T: KvElement](value: (&[T], f32), scores: &[f32], at: usize, count: usize, sums: &mut [f32], padded: usize) {
-        let (values, scale) = value;
-        for (index, sums) in sums.chunks_exact_mut(padded).enumerate() {
-            let weight = V::splat(scores[index * count + at] * scale);
-            for (first, sums) in sums.as_chunks_mut::<16>().0.iter_mut().enumerate() {
-                weight.fma(load::<V, T>(values, 16 * first), V::load(sums)).store(sums);
-            }
+    /// `to = scale * values`.
+    fn scale_row[T: KvElement](values: &[T], scale: f32, to: &mut [f32]) {
+        let scale = V::splat(scale);
+        let (chunks, rest) = values.as_chunks::<16>();
+        let (to, last) = to.as_chunks_mut::<16>();
+        for (chunk, to) in chunks.iter().zip(to) {
+            scale.fma(T::load::<V>(chunk), V::splat(0.0)).store(to);
+        }
+        if !rest.is_empty() {
+            let mut padded = [0.0; 16];
+            scale.fma(T::load::<V>(&float::padded(rest)), V::splat(0.0)).store(&mut padded);
+            last.copy_from_slice(&padded[..last.len()]);
         }
     }
 }

@@ -5,7 +5,7 @@
 use super::{BlockAttention, BlockAttentionRows, IndexerShape};
 use crate::{
     device::{Binding, DeviceError, Launch, Region, SkipUse},
-    ops::{QkNormRope, SequenceRows},
+    ops::SequenceRows,
 };
 
 impl IndexerShape {
@@ -45,13 +45,6 @@ impl BlockAttention<'_> {
     /// The last position of any row. With `rows`, each row belongs to a different sequence.
     fn last(&self, rows: Option<SequenceRows>) -> usize {
         rows.map_or((self.attention.start + self.attention.tokens).saturating_sub(1), |rows| rows.starts[1])
-    }
-
-    fn part(&self, first: usize, count: usize) -> Self {
-        let rope_table = self.norm_rope.rope_table.rows(first, count, self.indexer.rope_dim);
-        let index = self.index.rows(first, count, self.indexer.width());
-        let norm_rope = QkNormRope { rope_table, ..self.norm_rope };
-        Self { attention: self.attention.part(first, count), index, norm_rope, ..*self }
     }
 
     /// The launches of all rows. A part closes its blocks before the next part reads their keys.

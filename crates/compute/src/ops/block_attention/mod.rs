@@ -131,6 +131,14 @@ impl BlockAttention<'_> {
         (closed, closed.min(self.indexer.blocks))
     }
 
+    /// This operation for rows `first..first + count` only.
+    fn part(&self, first: usize, count: usize) -> Self {
+        let rope_table = self.norm_rope.rope_table.rows(first, count, self.indexer.rope_dim);
+        let index = self.index.rows(first, count, self.indexer.width());
+        let norm_rope = QkNormRope { rope_table, ..self.norm_rope };
+        Self { attention: self.attention.part(first, count), index, norm_rope, ..*self }
+    }
+
     /// Checks that the ring holds the rows of this call, of which each sequence has `tokens`, and a block before them.
     fn check_ring(&self, tokens: usize) -> Result<(), DeviceError> {
         let positions = self.cache.capacity;

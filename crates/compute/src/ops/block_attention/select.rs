@@ -17,8 +17,8 @@ const TASK_BLOCKS: usize = 512;
 const MAX_SCORES: usize = 1 << 20;
 
 thread_local! {
-    /// Block numbers, sorted by score.
-    static ORDER: RefCell<Vec<u32>> = RefCell::default();
+    /// The scores of a query, as integers in the same order.
+    static RANKS: RefCell<Vec<i32>> = RefCell::default();
 }
 
 /// Applies RoPE to the leading `pairs.len()` dimensions of `x`. The `j`-th `(cos, sin)` of `pairs` rotates dimensions
@@ -129,15 +129,29 @@ impl BlockAttention<'_> {
 /// Writes the indices of the highest scores to `chosen`, in ascending order. Of equal scores, the lower index is
 /// chosen.
 fn choose(scores: &[f32], chosen: &mut [u32]) {
-    ORDER.with_borrow_mut(|order| {
-        order.clear();
-        order.extend(0..scores.len() as u32);
-        if chosen.len() < order.len() && !chosen.is_empty() {
-            let before = |a: &u32, b: &u32| scores[*b as usize].total_cmp(&scores[*a as usize]).then(a.cmp(b));
-            order.select_nth_unstable_by(chosen.len() - 1, before);
-        }
-        chosen.copy_from_slice(&order[..chosen.len()]);
-        chosen.sort_unstable();
+    if chosen.len() >= scores.len() || chosen.is_empty() {
+        chosen.iter_mut().zip(0..).for_each(|(chosen, index)| *chosen = index);
+        return;
+    }
+    // Integers in the order of `f32::total_cmp`. They are selected without a branch for each comparison.
+    let rank = |score: &f32| {
+        let bits = score.to_bits() as i32;
+        bits ^ ((bits >> 31) as u32 >> 1) as i32
+    };
+    RANKS.with_borrow_mut(|ranks| {
+        ranks.clear();
+        ranks.extend(scores.iter().map(rank));
+        let count = ranks.len();
+        let (_, lowest, higher) = ranks.select_nth_unstable(count - chosen.len());
+        let lowest = *lowest;
+        let mut equal = chosen.len() - higher.iter().filter(|rank| **rank > lowest).count();
+        let mut indices = scores.iter().zip(0..).filter_map(|(score, index)| {
+            let rank = rank(score);
+            let is_equal = rank == lowest && equal > 0;
+            equal -= usize::from(is_equal);
+            (rank > lowest || is_equal).then_some(index)
+        });
+        chosen.iter_mut().zip(&mut indices).for_each(|(chosen, index)| *chosen = index);
     });
 }
 
@@ -145,7 +159,13 @@ wide! {
     /// The sum over heads of `relu(q . key)`.
     fn block_score(queries: &[f32], key: &[f32]) -> f32 {
         let mut sum = 0.0;
-        for q in queries.chunks_exact(key.len()) {
+        let mut heads = queries.chunks_exact(4 * key.len());
+        for heads in &mut heads {
+            let [first, second] = [0, 2].map(|head| heads[head * key.len()..].split_at(key.len()));
+            let queries = [first.0, &first.1[..key.len()], second.0, &second.1[..key.len()]];
+            sum = float::dot::<V, 4>(key, queries).into_iter().fold(sum, |sum, product| sum + product.max(0.0));
+        }
+        for q in heads.remainder().chunks_exact(key.len()) {
             let [product] = float::dot::<V, 1>(key, [q]);
             sum += product.max(0.0);
         }
@@ -164,5 +184,27 @@ mod tests {
         assert_eq!(chosen, [0, 1, 3]);
         choose(&[0.0, 0.0, 0.0], &mut chosen);
         assert_eq!(chosen, [0, 1, 2]);
+    }
+
+    #[test]
+    fn choice_equals_the_head_of_a_sorted_list() {
+        let mut state = 1u32;
+        for case in 0..300 {
+            let count = 1 + case * 7 % 200;
+            let scores: Vec<f32> = (0..count)
+                .map(|_| {
+                    state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                    // Few different values, so that many are equal.
+                    [0.0, -0.0, 1.0, f32::NAN, f32::INFINITY, 0.5, 2.0, -3.0][(state >> 24) as usize % (1 + case % 8)]
+                })
+                .collect();
+            let mut sorted: Vec<u32> = (0..count as u32).collect();
+            sorted.sort_by(|a, b| scores[*b as usize].total_cmp(&scores[*a as usize]).then(a.cmp(b)));
+            let mut chosen = vec![0; 1 + case % count];
+            choose(&scores, &mut chosen);
+            let mut expected = sorted[..chosen.len()].to_vec();
+            expected.sort_unstable();
+            assert_eq!(chosen, expected, "{scores:?}");
+        }
     }
 }
