@@ -248,8 +248,8 @@ FN void partial_any(CONSTANT Matrix& m, CONSTANT LinearArgs& a, uint row, uint f
 }
 
 // The body of the kernels: TOKENS rows of x times ROWS rows of matrix `m`, from `row`, per simdgroup (per threadgroup
-// with split_k). The results go to column `start` + `row` of y. With ANY, the weights have any encoding. With DIRECT, x
-// is not staged.
+// with split_k). The results go to column `start` + `row` of y. With ANY, the matrices of the launch have any encodings.
+// With DIRECT, x is not staged.
 template <uint TOKENS, uint KIND, bool ANY, bool DIRECT>
 FN void linear(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint row, DEVICE const float* x,
                DEVICE const float* w, DEVICE float* y, DEVICE float* kept, WeightPtrs bytes, bool split_k,
@@ -267,11 +267,13 @@ FN void linear(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint row,
   }
   UNROLL for (uint i = 0; i < TOKENS; i++) squares[i] = 0;
   UNROLL for (uint i = 0; i < TOKENS * ROWS; i++) acc[i] = 0;
-  if (ANY && stores_floats(m, a.cols, FP8)) {
+  // A convolution leaves too few registers for both kinds of loads.
+  const bool any = ANY && (KIND == CONV || !is_fast(m, a.cols));
+  if (any && stores_floats(m, a.cols, FP8)) {
     partial_floats<TOKENS, KIND, FP8>(m, a, row, first, x, w, bytes, split_k, fused, acc, squares THREAD_IDS);
-  } else if (ANY && stores_floats(m, a.cols, DENSE)) {
+  } else if (any && stores_floats(m, a.cols, DENSE)) {
     partial_floats<TOKENS, KIND, DENSE>(m, a, row, first, x, w, bytes, split_k, fused, acc, squares THREAD_IDS);
-  } else if (ANY) {
+  } else if (any) {
     partial_any<TOKENS, KIND>(m, a, row, first, x, w, bytes, split_k, fused, acc, squares THREAD_IDS);
   } else if (DIRECT && m.format == 4) {
     partial_direct<KIND, 4>(m, a, row, first, x, w, bytes, split_k, fused, acc, squares THREAD_IDS);
@@ -287,12 +289,12 @@ FN void linear(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint row,
   if (NORM) {
     UNROLL for (uint t = 0; t < TOKENS; t++) {
       squares[t] = SIMD_SUM(squares[t]);
-      if (ANY && !split_k) continue;  // each simdgroup has summed the whole row
+      if (any && !split_k) continue;  // each simdgroup has summed the whole row
       if (lane == 0) part[t * 4 + sg] = squares[t];
     }
     BARRIER();
     UNROLL for (uint t = 0; t < TOKENS; t++)
-      if (!ANY || split_k) squares[t] = part[t * 4] + part[t * 4 + 1] + part[t * 4 + 2] + part[t * 4 + 3];
+      if (!any || split_k) squares[t] = part[t * 4] + part[t * 4 + 1] + part[t * 4 + 2] + part[t * 4 + 3];
   }
   UNROLL for (uint i = 0; i < TOKENS * ROWS; i++) acc[i] = SIMD_SUM(acc[i]);
   if (split_k) {
@@ -346,8 +348,8 @@ FN uint find_matrix(CONSTANT LinearArgs& a, uint size, THREAD uint* block, THREA
 #define PRODUCT(TOKENS, KIND, ANY, DIRECT)                                                                             \
   COPY(LinearArgs, a, args);                                                                                           \
   uint block = tgid.y, start = 0;                                                                                      \
-  SHARED(float4, scratch, ANY || DIRECT ? 1 : STAGED_CHUNKS * 4);                                                      \
-  SHARED(float, sums, ANY || DIRECT ? TOKENS * ROWS * 4 : STAGED_CHUNKS);                                              \
+  SHARED(float4, scratch, DIRECT ? 1 : STAGED_CHUNKS * 4);                                                             \
+  SHARED(float, sums, DIRECT ? TOKENS * ROWS * 4 : STAGED_CHUNKS);                                                     \
   SHARED(float, part, TOKENS * 4);                                                                                     \
   const bool split_k = a.split_k != 0;                                                                                 \
   const uint size = split_k ? ROWS : BLOCK, i = find_matrix(args, size, &block, &start);                               \
@@ -423,7 +425,7 @@ FN void gemm_block(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint 
   uint from[GEMM_TILES];
   UNROLL for (uint i = 0; i < GEMM_TILES; i++) from[i] = min(first + i * 16 + tid / 8, a.tokens - 1);
   const uint count = GEMM_TILES * 16;
-  if (ANY) tile_matmul<GEMM_TILES, 0>(m, bytes, mine, a.cols, x, from, count, scratch THREAD_IDS);
+  if (ANY && !is_fast(m, a.cols)) tile_matmul<GEMM_TILES, 0>(m, bytes, mine, a.cols, x, from, count, scratch THREAD_IDS);
   else if (m.format == 4) tile_matmul<GEMM_TILES, 4>(m, bytes, mine, a.cols, x, from, count, scratch THREAD_IDS);
   else tile_matmul<GEMM_TILES, 8>(m, bytes, mine, a.cols, x, from, count, scratch THREAD_IDS);
   THREADGROUP const float* sums = (THREADGROUP const float*)scratch;

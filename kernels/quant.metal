@@ -132,6 +132,12 @@ FN bool stores_floats(CONSTANT Matrix& m, uint cols, uint format) {
   return m.format == format && m.float_type == BF16 && cols % 16 == 0;
 }
 
+// True if the kernels of 4-bit and 8-bit weights can read this matrix: affine, groups of 64, bf16 scales.
+FN bool is_fast(CONSTANT Matrix& m, uint cols) {
+  return (m.format == 4 || m.format == 8) && m.group == 64 && m.float_type == BF16 && m.global_scale == 1.0f &&
+         cols % 64 == 0;
+}
+
 // acc[t * COUNT + r] += row `row` + r of W times v[t * 16..] at chunk `c`, in the order of any other encoding. FORMAT
 // is FP8 or DENSE. The last row replaces rows past the end.
 template <uint FORMAT, uint COUNT, uint TOKENS>
