@@ -14,7 +14,8 @@ impl NgramWeights {
         else {
             return Err(ModelError::Config(format!("the n-gram table of layer {} is not loaded", shape.layer)));
         };
-        // e = rows of the table
+        // e = rows of the table. A GPU computes the layers before this one while they are read.
+        pass.backend.flush()?;
         let e = table.wait(pending)?;
         let b = pass.buffers;
         let hidden = pass.config.hidden;
