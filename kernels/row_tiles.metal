@@ -275,7 +275,6 @@ LINEAR_QUADS(WIDE_KERNEL, gemv_tiles_pair_4, 1, 2, 8, 2)
 LINEAR_QUADS(WIDE_KERNEL, gemv_tiles_8, 2, 1, 8, 4)
 LINEAR_QUADS(WIDE_KERNEL, gemv_tiles_pair_8, 2, 2, 8, 2)
 LINEAR_QUADS(WIDE_KERNEL, gemv_tiles_16, 4, 1, 8, 4)
-LINEAR_QUADS(WIDE_KERNEL, gemv_tiles_pair_16, 4, 2, 8, 2)
 LINEAR_QUADS(WIDEST_KERNEL, gemv_tiles_wide_16, 4, 2, 4, 4)
 
 #define CONV_QUADS(KIND_OF_KERNEL, name, MT, STAGES)                                                                   \

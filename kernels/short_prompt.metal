@@ -127,8 +127,9 @@ FN void strip_product(CONSTANT LinearArgs& a, DEVICE const uint* x, THREAD Strip
 }
 
 // Grid (ceil(tokens / (16 * TILES)), sum over matrices of ceil(rows / (8 * N * SIMDS))), SIMDS * 32 threads.
-#define GEMM_SHORT(name, TILES, N, SIMDS, STAGES)                                                                      \
-  KERNEL(name, ARGS_IN_PLACE(LinearArgs, args), IN(uint, x, 1), IN(float, scale, 2), OUT(float, y, 3), MATRICES(4)) {  \
+#define GEMM_SHORT(KIND_OF_KERNEL, name, TILES, N, SIMDS, STAGES)                                                      \
+  KIND_OF_KERNEL(name, ARGS_IN_PLACE(LinearArgs, args), IN(uint, x, 1), IN(float, scale, 2), OUT(float, y, 3),         \
+                 MATRICES(4)) {                                                                                        \
     COPY(LinearArgs, a, args);                                                                                         \
     enum { SIZE = TILES * 16 * X_PITCH + SIMDS * N * STRIP };                                                          \
     SHARED(uint4, memory, STAGES * SIZE / 4);                                                                          \
@@ -161,6 +162,7 @@ FN void strip_product(CONSTANT LinearArgs& a, DEVICE const uint* x, THREAD Strip
     }                                                                                                                  \
   }
 
-GEMM_SHORT(gemm_short_16, 1, 2, 4, 3)
-GEMM_SHORT(gemm_short_32, 2, 1, 8, 3)
+GEMM_SHORT(KERNEL, gemm_short_16, 1, 1, 8, 4)
+GEMM_SHORT(WIDE_KERNEL, gemm_short_32, 2, 2, 4, 3)
+GEMM_SHORT(WIDE_KERNEL, gemm_short_64, 4, 2, 4, 2)
 #endif

@@ -113,7 +113,7 @@ fn few_half_rows_equal_many() {
         for norm in [None, Some(&weight[..])] {
             let (together, kernel) = products_of(&mut host, &x, &matrices, cols, norm, true);
             assert_eq!(kernel, "gemm");
-            for chunks in [&[1, 15, 16, 17, 23][..], &[32, 40], &[33, 2, 5, 32]] {
+            for chunks in [&[1, 15, 16, 17, 23][..], &[32, 40], &[33, 2, 5, 32], &[64, 8]] {
                 let mut first = 0;
                 for count in chunks {
                     let rows = &x[first * cols..(first + count) * cols];
@@ -126,7 +126,7 @@ fn few_half_rows_equal_many() {
             }
         }
     }
-    assert_eq!(kernels.into_iter().collect::<Vec<_>>(), ["gemm", "gemm_short_16", "gemm_short_32"]);
+    assert_eq!(kernels.into_iter().collect::<Vec<_>>(), ["gemm_short_16", "gemm_short_32", "gemm_short_64"]);
 }
 
 #[test]

@@ -182,11 +182,11 @@ fn printed_kernels_obey_metals_rules() {
     for name in [
         "gemm_short_16",
         "gemm_short_32",
+        "gemm_short_64",
         "gemv_tiles_16",
         "gemv_tiles_4",
         "gemv_tiles_8",
         "gemv_tiles_conv",
-        "gemv_tiles_pair_16",
         "gemv_tiles_pair_4",
         "gemv_tiles_pair_8",
         "gemv_tiles_pair_conv",

@@ -296,6 +296,7 @@ mod tests {
     const DECODE_KERNELS: [&str; 26] = [
         "gemm_short_16",
         "gemm_short_32",
+        "gemm_short_64",
         "gemv_1",
         "gemv_2",
         "gemv_norm_1",
@@ -307,7 +308,6 @@ mod tests {
         "gemv_tiles_4",
         "gemv_tiles_8",
         "gemv_tiles_16",
-        "gemv_tiles_pair_16",
         "gemv_tiles_pair_4",
         "gemv_tiles_pair_8",
         "gemv_tiles_pair_conv",

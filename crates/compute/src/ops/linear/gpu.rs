@@ -87,7 +87,8 @@ const DEPTH: usize = 64;
 const TILE: [usize; 2] = [64, 64];
 /// The kernels for few rows of x (`kernels/short_prompt.metal`): rows of x, rows of W per threadgroup, and threads. A row
 /// has the same bytes with each kernel.
-const SHORT: [(&str, usize, usize, u32); 2] = [("gemm_short_16", 16, 64, 128), ("gemm_short_32", 32, 64, 256)];
+const SHORT: [(&str, usize, usize, u32); 3] =
+    [("gemm_short_16", 16, 64, 256), ("gemm_short_32", 32, 64, 128), ("gemm_short_64", 64, 64, 128)];
 
 /// Buffers for half-precision rows.
 #[derive(Debug, Clone, Copy, Default)]

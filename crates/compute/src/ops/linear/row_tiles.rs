@@ -41,8 +41,7 @@ fn kernel(tokens: usize, width: usize) -> (&'static str, usize, usize, usize) {
         0..=4 => ("gemv_tiles_4", 4, 1, 8),
         5..=8 if width > 4096 => ("gemv_tiles_pair_8", 8, 2, 8),
         5..=8 => ("gemv_tiles_8", 8, 1, 8),
-        _ if is_middle || (4097..=8192).contains(&width) => ("gemv_tiles_pair_16", 16, 2, 8),
-        _ if width > 8192 => ("gemv_tiles_wide_16", 16, 2, 4),
+        _ if width > 8192 && !is_middle => ("gemv_tiles_wide_16", 16, 2, 4),
         _ => ("gemv_tiles_16", 16, 1, 8),
     }
 }

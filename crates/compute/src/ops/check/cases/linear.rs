@@ -48,7 +48,7 @@ pub fn cases(b: &mut KernelCheck<'_, impl Driver>) -> Result<(), DeviceError> {
             }
             if let WeightFormat::Affine { bits: 4, group: 64, .. } = codes[0] {
                 // The number of rows of W chooses the number of simdgroups and the rows that each has.
-                for (rows, tokens) in [(12_700, [2, 7, 9]), (8200, [3, 6, 10])] {
+                for (rows, tokens) in [(12_700, [2, 7, 9]), (8200, [3, 6, 10]), (4100, [1, 5, 12])] {
                     let matrices = [b.weight(codes[0], rows, 128)?, b.weight(codes[1], 18, 128)?];
                     for tokens in tokens {
                         product(b, &matrices, tokens, [true, false], CLOSE)?;
@@ -63,7 +63,7 @@ pub fn cases(b: &mut KernelCheck<'_, impl Driver>) -> Result<(), DeviceError> {
         let buffers = b.half_buffers(70, 256)?;
         b.gpu.set_half_buffers(Some(buffers));
         // Few rows of x have their own kernels.
-        for tokens in [11, 23, 70] {
+        for tokens in [11, 23, 39, 70] {
             for norm in [false, true] {
                 product(b, &matrices, tokens, [norm, norm], HALF)?;
             }
