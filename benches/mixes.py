@@ -24,14 +24,13 @@ dice = random.Random(args.seed)
 
 
 def request():
-    """A body. A cached prompt is not asked for: on a GPU, a prompt's last row alone is computed in another precision."""
     body = {
         "prompt": [dice.randrange(100, 2000) for _ in range(dice.choice([1, 2, 7, 16, 17, 31, 33, 70, 140]))],
         "max_tokens": dice.randrange(1, 13),
         "logprobs": 1,
         "temperature": dice.choice([0, 0, 1]),
         "seed": dice.randrange(1 << 30),
-        "cache_prompt": False,
+        "cache_prompt": dice.choice([True, False]),
     }
     return body | dice.choice([{}, {"top_k": 20}, {"top_p": 0.8}])
 

@@ -18,7 +18,7 @@ use moestro_compute::{
         experts::Jobs,
     },
 };
-use moestro_model::model::{LoadOptions, Qwen};
+use moestro_model::model::{LoadOptions, Model, PassHooks, Qwen, Rows};
 use std::{collections::BTreeSet, path::Path};
 
 /// Largest allowed difference, relative to the largest value.
@@ -222,6 +222,26 @@ fn half_prompts_ignore_slots_and_chunking() {
     few.store.slots = Some(5);
     let mut streaming = on_halves(few);
     assert!(answer(&mut streaming, prompt, &[7], count) == expected, "five slots");
+}
+
+/// A prompt of which all but the last token is cached.
+#[test]
+fn single_row_of_a_prompt_equals_the_whole_prompt() {
+    let prompt = &cases()[3].prompt_ids[..4];
+    let mut model = on_halves(options(false));
+    let mut last = |cached: usize| {
+        let mut state = model.start().unwrap();
+        let mut row = Vec::new();
+        for ids in [&prompt[..cached], &prompt[cached..]].into_iter().filter(|ids| !ids.is_empty()) {
+            let mut hooks = PassHooks { is_prompt: true, ..PassHooks::default() };
+            row = model.forward_with(&mut state, ids, Rows::Last, &mut hooks).unwrap().data.to_vec();
+        }
+        row
+    };
+    let whole = last(0);
+    for cached in 1..prompt.len() {
+        assert!(last(cached) == whole, "{cached} tokens are cached");
+    }
 }
 
 #[test]

@@ -143,9 +143,6 @@ impl<S: SequenceState> LiveRequest<S> {
             _ => max,
         };
         let to = match from < prompt {
-            // A last chunk of one row is avoided, since kernels for one row may round differently from kernels for
-            // several rows.
-            true if prompt == from + max + 1 && max > 1 => prompt - 2,
             true => prompt.min(from + max),
             // If the model rounds differently in a pass of several rows, each token of the answer needs a separate
             // pass, as before.

@@ -135,7 +135,8 @@ impl<M: Model> ModelRunner<M> {
         self.speculator.follow(None);
         let keep_going = || !self.queue.should_cancel_step(&live.submitted, chunk.end);
         let images = &live.submitted.request.images;
-        let mut hooks = PassHooks { images, keep_going: Some(&keep_going), ..PassHooks::default() };
+        let is_prompt = chunk.start < live.submitted.request.ids.len();
+        let mut hooks = PassHooks { is_prompt, images, keep_going: Some(&keep_going), ..PassHooks::default() };
         sequence.extend(&mut self.model, &live.dropped_tokens[chunk.clone()], Rows::None, &mut hooks)?;
         Ok(StepOutput::default())
     }
@@ -165,8 +166,9 @@ impl<M: Model> ModelRunner<M> {
         // The requests that wait for a snapshot continue from the end of the chunk if the client disconnects.
         let is_awaited = live.awaited.is_some();
         let keep_going = || is_awaited || !self.queue.should_cancel_step(submitted, chunk.end);
-        let mut hooks =
-            PassHooks { images, snapshot_at: &snapshot_at, keep_going: Some(&keep_going), ..Default::default() };
+        let keep_going: Option<&dyn Fn() -> bool> = Some(&keep_going);
+        let snapshot_at = &snapshot_at[..];
+        let mut hooks = PassHooks { is_prompt: true, images, snapshot_at, keep_going, ..Default::default() };
         self.speculator.follow(Some(sequence));
         let logits = sequence.extend(&mut self.model, &ids[chunk.clone()], rows, &mut hooks)?;
         self.speculator.prompt_evaluated(&mut self.model, sequence, chunk.len(), begin.elapsed());

@@ -309,11 +309,11 @@ impl Qwen {
             Rows::All => ids.len(),
             Rows::Verify => return self.verify_after(0, state, ids),
         };
-        if let [id] = *ids {
+        if let ([id], false) = (ids, hooks.is_prompt) {
             let device = &mut self.device;
             let has_next = rows == Rows::Last && hooks.next.is_some();
             if state.ahead.is_some() || has_next && decode_ahead::is_possible(&self.parts, device) {
-                return decode_ahead::forward(&self.parts, device, &mut [(state, id)], hooks.next.as_slice());
+                return decode_ahead::forward(&self.parts, device, &mut [(state, *id)], hooks.next.as_slice());
             }
         }
         self.parts.check_ids(state.len, ids)?;
@@ -335,7 +335,7 @@ impl Qwen {
             let chunk = Chunk {
                 image_rows: &image_rows,
                 logits: tokens - wanted_here..tokens,
-                half: ids.len() > 1 && device.limits.uses_half_precision,
+                half: (hooks.is_prompt || ids.len() > 1) && device.limits.uses_half_precision,
                 ..Chunk::new(ids_here, start, positions)
             };
             let marks_here = SnapshotMarks::new(here);
