@@ -259,7 +259,7 @@ fn kernel_comparison_agrees_on_the_double() {
     assert!(wrong.is_empty() && !found.is_empty(), "{wrong:?}");
     // Every start runs these checks. Metal drivers have failed on programs that create and free hundreds of buffers.
     let allocated = control.lock().unwrap().calls["allocate"];
-    assert!(allocated < 70, "{allocated} buffers");
+    assert!(allocated < 80, "{allocated} buffers");
 }
 
 /// Injects a fault into each call of each method. The request must fail or have the right result, and the next request

@@ -70,6 +70,8 @@ fn other_kernels_agree_without_tiles() {
         "attention_decode_tiles",
         "attention_prefill",
         "attention_prefill_i16",
+        "block_attention_prefill",
+        "block_attention_prefill_i16",
         "gemm",
         "gemm_any",
         "gemm_short_16",

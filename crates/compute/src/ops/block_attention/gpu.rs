@@ -5,15 +5,36 @@
 use super::{BlockAttention, BlockAttentionRows, IndexerShape};
 use crate::{
     device::{Binding, DeviceError, Launch, Region, SkipUse},
-    ops::SequenceRows,
+    ops::{Attention, AttentionShape, SequenceRows},
 };
+
+/// Maximum number of splits of the positions that a row attends to. The heads of one row would not fill a large GPU.
+const SPLITS: usize = 8;
+/// A launch on matrix units has this many times as many rows, because a row has one threadgroup for each key head.
+const HALF_ROWS: usize = 4;
 
 impl IndexerShape {
     /// The kernels with the largest threadgroups.
-    pub const WIDE_KERNELS: [&'static str; 5] =
-        ["index_select", "block_attention", "block_attention_i16", "block_attention_q8", "block_attention_q4"];
+    const WIDE_KERNELS: [&'static str; 6] = [
+        "index_select",
+        "block_attention",
+        "block_attention_i16",
+        "block_attention_q8",
+        "block_attention_q4",
+        "block_attention_merge",
+    ];
+    /// The same kernels on matrix units.
+    const WIDE_HALF_KERNELS: [&'static str; 2] = ["block_attention_prefill", "block_attention_prefill_i16"];
     /// Number of threads of these threadgroups.
-    pub const THREADS: u32 = 256;
+    const THREADS: u32 = 256;
+    /// Maximum number of query heads in a threadgroup on matrix units.
+    const QUERIES: usize = 16;
+
+    /// The kernels with the largest threadgroups, and their numbers of threads.
+    pub fn wide_kernels(has_matrix_units: bool) -> Vec<(&'static str, u32)> {
+        let on_tiles = Self::WIDE_HALF_KERNELS.into_iter().filter(|_| has_matrix_units);
+        Self::WIDE_KERNELS.into_iter().chain(on_tiles).map(|kernel| (kernel, Self::THREADS)).collect()
+    }
 
     /// Number of floats of the queries, selection and scores of a row with `closed` closed blocks.
     fn row_scratch(&self, closed: usize) -> usize {
@@ -21,8 +42,15 @@ impl IndexerShape {
     }
 
     /// Maximum number of floats that a GPU needs for a row of at most `context` positions.
-    pub fn gpu_scratch(&self, context: usize) -> usize {
-        self.row_scratch(context / self.ratio)
+    pub fn gpu_scratch(&self, attention: &AttentionShape, context: usize) -> usize {
+        self.row_scratch(context / self.ratio) + attention.split_floats()
+    }
+}
+
+impl AttentionShape {
+    /// Number of floats of the splits of a row.
+    fn split_floats(&self) -> usize {
+        self.heads * SPLITS * (self.dim + 2)
     }
 }
 
@@ -34,8 +62,8 @@ impl BlockAttention<'_> {
         rows: Option<SequenceRows>,
     ) -> impl Iterator<Item = (Self, Option<SequenceRows>)> {
         let tokens = self.attention.tokens;
-        let row = self.indexer.row_scratch(self.closed(self.last(rows)).0) * 4;
-        let at_once = (self.attention.partials.len / row).clamp(1, max);
+        let row = self.indexer.row_scratch(self.closed(self.last(rows)).0) + self.attention.shape.split_floats();
+        let at_once = (self.attention.partials.len / (row * 4)).clamp(1, max);
         (0..tokens).step_by(at_once).map(move |first| {
             let count = at_once.min(tokens - first);
             (self.part(first, count), rows.map(|rows| rows.part(first, count)))
@@ -47,10 +75,48 @@ impl BlockAttention<'_> {
         rows.map_or((self.attention.start + self.attention.tokens).saturating_sub(1), |rows| rows.starts[1])
     }
 
-    /// The launches of all rows. A part closes its blocks before the next part reads their keys.
-    pub(in crate::ops) fn launches(&self, max: usize) -> Result<impl Iterator<Item = Launch>, DeviceError> {
+    /// The launches of all rows. A part closes its blocks before the next part reads their keys. With `is_half`, the
+    /// attention of a cache with f32 or 16-bit rows runs on matrix units.
+    pub(in crate::ops) fn launches(
+        &self,
+        max: usize,
+        is_half: bool,
+    ) -> Result<impl Iterator<Item = Launch>, DeviceError> {
         self.check_ring(self.attention.tokens)?;
-        Ok(self.parts(max, None).flat_map(|(part, rows)| part.part_launches(rows)))
+        let is_half = is_half && self.attention.shape.recent.is_none();
+        let max = if is_half { max * HALF_ROWS } else { max };
+        let of_part = move |part: Self| {
+            let [rows, scores, select, attend, merge] = part.part_launches(None);
+            let attend = if is_half { vec![part.half_launch()] } else { vec![attend, merge] };
+            [rows, scores, select].into_iter().chain(attend)
+        };
+        Ok(self.parts(max, None).flat_map(move |(part, _)| of_part(part)))
+    }
+
+    /// The attention of a part of a prompt's rows on matrix units, with the gate.
+    pub(in crate::ops) fn half_launch(&self) -> Launch {
+        let attention = &self.attention;
+        let shape = attention.shape;
+        let tokens = attention.tokens;
+        let values = tokens * shape.heads * shape.dim;
+        let parts = (shape.heads / shape.kv_heads).div_ceil(IndexerShape::QUERIES);
+        let [full, integers] = IndexerShape::WIDE_HALF_KERNELS;
+        Launch {
+            kernel: shape.kernel([full, integers, full, full]),
+            args: self.args(None),
+            bindings: vec![
+                Binding::read(attention.q.floats(values)),
+                Binding::read(attention.cache.keys),
+                Binding::read(attention.cache.values),
+                Binding::read(attention.cache.table),
+                Binding::read(self.scratch(None)[1]),
+                Binding::read(attention.proj.floats(tokens * shape.width())),
+                Binding::write(attention.y.floats(values)),
+            ],
+            grid: [(shape.kv_heads * parts) as u32, tokens as u32, 1],
+            threads: IndexerShape::THREADS,
+            skip: SkipUse::None,
+        }
     }
 
     /// Number of scores of a row: one for each closed block of the row with the most.
@@ -58,14 +124,18 @@ impl BlockAttention<'_> {
         self.closed(self.last(rows)).0.max(1)
     }
 
-    /// Queries `[tokens, heads * dim]`, selections `[tokens, blocks]` and scores `[tokens, stride]`.
-    pub(in crate::ops) fn scratch(&self, rows: Option<SequenceRows>) -> [Region; 3] {
+    /// Queries `[tokens, heads * dim]`, selections `[tokens, blocks]`, scores `[tokens, stride]` and splits `[tokens,
+    /// attention heads, SPLITS, head dim + 2]`.
+    pub(in crate::ops) fn scratch(&self, rows: Option<SequenceRows>) -> [Region; 4] {
         let shape = self.indexer;
-        let tokens = self.attention.tokens;
-        let [queries, selected, scores] =
-            [shape.heads * shape.dim, shape.blocks, self.stride(rows)].map(|row| tokens * row);
-        let of = |first: usize, count: usize| self.attention.partials.rows(first, count, 1);
-        [of(0, queries), of(queries, selected), of(queries + selected, scores)]
+        let Attention { shape: attention, tokens, partials, .. } = self.attention;
+        let splits = attention.split_floats();
+        let mut first = 0;
+        [shape.heads * shape.dim, shape.blocks, self.stride(rows), splits].map(|row| {
+            let region = partials.rows(first, tokens * row, 1);
+            first += tokens * row;
+            region
+        })
     }
 
     fn args(&self, rows: Option<SequenceRows>) -> Vec<u32> {
@@ -83,18 +153,19 @@ impl BlockAttention<'_> {
         args.push(scale(shape.dim));
         args.push(rows.map_or(0, |_| shape.pages() as u32));
         args.push(shape.recent.map_or(0, |recent| recent.capacity as u32));
+        args.push(SPLITS as u32);
         args
     }
 
-    /// The launches of a part: queries and keys, scores, selection, attention. If `of_rows` is given, each row belongs to
-    /// another sequence.
-    pub(in crate::ops) fn part_launches(&self, of_rows: Option<SequenceRows>) -> [Launch; 4] {
+    /// The launches of a part: queries and keys, scores, selection, attention, merge. If `of_rows` is given, each row
+    /// belongs to another sequence.
+    pub(in crate::ops) fn part_launches(&self, of_rows: Option<SequenceRows>) -> [Launch; 5] {
         let indexer = self.indexer;
         let attention = &self.attention;
         let args = self.args(of_rows);
         let shape = attention.shape;
         let tokens = attention.tokens;
-        let [queries, selected, scores] = self.scratch(of_rows);
+        let [queries, selected, scores, splits] = self.scratch(of_rows);
         let table = attention.cache.table;
         let sequences = Binding::read(of_rows.map_or(table, |rows| rows.table));
         let rows = tokens as u32;
@@ -127,6 +198,11 @@ impl BlockAttention<'_> {
             Binding::read(attention.cache.values),
             Binding::read(table),
             Binding::read(selected),
+            Binding::write(splits),
+            sequences,
+        ];
+        let merge = vec![
+            Binding::read(splits),
             Binding::read(attention.proj.floats(tokens * shape.width())),
             Binding::write(attention.y.floats(values)),
             sequences,
@@ -145,7 +221,11 @@ impl BlockAttention<'_> {
                 [rows, 1],
                 IndexerShape::THREADS,
             ),
-            launch(kernel, attend, [shape.heads as u32, rows], IndexerShape::THREADS),
+            Launch {
+                grid: [shape.heads as u32, rows, SPLITS as u32],
+                ..launch(kernel, attend, [1, 1], IndexerShape::THREADS)
+            },
+            launch("block_attention_merge", merge, [shape.heads as u32, rows], IndexerShape::THREADS),
         ]
     }
 }
@@ -158,5 +238,37 @@ impl BlockAttentionRows<'_> {
         let parts = self.attend.parts(max, Some(self.rows));
         let attention = parts.flat_map(|(part, rows)| part.part_launches(rows));
         Ok(std::iter::once(self.write.launch_rows(Some(self.rows))).chain(attention))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ops::{KvCache, KvFormat, QkNormRope, block_attention::IndexCache};
+
+    #[test]
+    fn launches_fit_into_the_partial_results() {
+        let context = 40_000;
+        let (format, recent) = (KvFormat::I16, None);
+        let shape =
+            &AttentionShape { heads: 24, kv_heads: 2, dim: 256, rope_dim: 64, eps: 1e-6, context, format, recent };
+        let indexer = &IndexerShape { heads: 4, dim: 128, rope_dim: 64, ratio: 4, blocks: 512, eps: 1e-6 };
+        let region = |len| Region { buffer: 0, offset: 0, len };
+        let all = region(1 << 40);
+        let norm_rope = QkNormRope { q_norm: all, k_norm: all, rope_table: all };
+        for len in [indexer.gpu_scratch(shape, context) * 4, 64 << 20] {
+            for (start, tokens) in [(0, 2048), (32_768, 2048), (39_990, 10), (39_999, 1)] {
+                let cache = KvCache { keys: all, values: all, table: all, recent: Default::default() };
+                let attention =
+                    Attention { shape, start, tokens, q: all, cache, proj: all, partials: region(len), y: all };
+                let cache = IndexCache { keys: all, recent: all, capacity: 4096 };
+                let op = BlockAttention { attention, indexer, index: all, norm_rope, cache };
+                for is_half in [false, true] {
+                    // A region beyond the end of the buffer panics.
+                    let rows = op.launches(128, is_half).unwrap().filter(|launch| launch.kernel == "index_rows");
+                    assert_eq!(rows.map(|launch| launch.grid[1] as usize).sum::<usize>(), tokens);
+                }
+            }
+        }
     }
 }

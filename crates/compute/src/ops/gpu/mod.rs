@@ -307,7 +307,7 @@ impl<D: Driver> Backend for GpuBackend<D> {
             ModelPart::Attention(shape) => {
                 shape.wide_kernels(self.gpu.driver.has_matrix_units(), self.attends_on_tiles())
             }
-            ModelPart::Indexer(_) => IndexerShape::WIDE_KERNELS.map(|kernel| (kernel, IndexerShape::THREADS)).to_vec(),
+            ModelPart::Indexer(_) => IndexerShape::wide_kernels(self.gpu.driver.has_matrix_units()),
             ModelPart::Moe(layer) => vec![layer.threads()],
             ModelPart::Weight(_) | ModelPart::Delta(_) => Vec::new(),
         };
@@ -345,7 +345,7 @@ impl<D: Driver> Backend for GpuBackend<D> {
                     self.all(op.launches(tiles))
                 }
             },
-            Op::BlockAttention(op) => self.all(op.launches(ATTENTION_ROWS)?),
+            Op::BlockAttention(op) => self.all(op.launches(ATTENTION_ROWS, self.half.is_some())?),
             Op::BlockAttentionRows(op) => self.all(op.launches(ATTENTION_ROWS)?),
             Op::ReadStreams(op) => self.all(op.launches(self.half)),
             Op::WriteStreams(op) => self.launch(op.launch()),

@@ -204,7 +204,7 @@ fn partial_words(config: &Config, limits: &BackendLimits, context: usize) -> usi
     let heads = config.attention;
     limits.partials.map_or(0, |(together, max)| {
         let row = heads.heads * moestro_compute::ops::attention::max_splits(context) * (heads.dim + 2);
-        let row = row.max(config.indexer.map_or(0, |indexer| indexer.gpu_scratch(context))) * 4;
+        let row = row.max(config.indexer.map_or(0, |indexer| indexer.gpu_scratch(&heads, context))) * 4;
         (together * row).min(max.max(row)) / 4
     })
 }

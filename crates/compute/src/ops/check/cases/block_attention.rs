@@ -3,10 +3,10 @@
 use crate::{
     device::{DeviceError, Driver, Region},
     ops::{
-        Attention, AttentionShape, Backend, KvCache, KvFormat, KvWrite, QkNormRope, RecentRing,
+        Attention, AttentionShape, Backend, KvCache, KvFormat, KvWrite, QkNormRope, RecentRing, SequenceRows,
         attention::PAGE,
-        block_attention::{BlockAttention, IndexCache, IndexerShape},
-        check::{CLOSE, KernelCheck, difference},
+        block_attention::{BlockAttention, BlockAttentionRows, IndexCache, IndexerShape},
+        check::{CLOSE, HALF, KernelCheck, difference},
     },
 };
 
@@ -25,10 +25,12 @@ pub fn cases(b: &mut KernelCheck<'_, impl Driver>) -> Result<(), DeviceError> {
     // closes token by token, a prompt that is launched in parts and crosses a page, and decoding.
     let calls = [11, 36, 1, 1, 1, 210, 1, 1, 1, 1];
     case(b, &shape, KvFormat::F32, &calls, false)?;
-    case(b, &shape, KvFormat::I16, &calls[..3], false)?;
+    // On matrix units, a row attends in several steps, and a head has more columns than a part of the score.
+    let many = IndexerShape { blocks: 40, ..shape };
+    case(b, &many, KvFormat::I16, &[180, 20, 1], false)?;
     // The last rows attend to blocks before, in and across the start of the recent positions.
-    case(b, &IndexerShape { blocks: 40, ..shape }, KvFormat::Eight, &[200, 30, 1], false)?;
-    case(b, &IndexerShape { blocks: 40, ..shape }, KvFormat::Four, &[200, 1], false)?;
+    case(b, &many, KvFormat::Eight, &[200, 30, 1], false)?;
+    case(b, &many, KvFormat::Four, &[200, 1], false)?;
     // There are only three different block keys. Therefore many blocks have the lowest selected score.
     case(b, &shape, KvFormat::F32, &[100, 1], true)?;
     // About half of the scores are 0, and more than half are selected. The last lanes of a product are empty.
@@ -36,7 +38,52 @@ pub fn cases(b: &mut KernelCheck<'_, impl Driver>) -> Result<(), DeviceError> {
     case(b, &single, KvFormat::F32, &[170, 1], false)?;
     // The length of a block does not divide a page, so a block crosses pages. It closes in a later call.
     let odd = IndexerShape { ratio: 3, ..shape };
-    case(b, &odd, KvFormat::F32, &[100, 156, 1, 1, 40], false)
+    case(b, &odd, KvFormat::F32, &[100, 156, 1, 1, 40], false)?;
+    rows_of_sequences(b, &shape)
+}
+
+/// Checks one row of each of two sequences. Both rows complete a block.
+fn rows_of_sequences(b: &mut KernelCheck<'_, impl Driver>, indexer: &IndexerShape) -> Result<(), DeviceError> {
+    let (format, recent, rope_dim, dim) = (KvFormat::F32, None, indexer.rope_dim, 40);
+    let shape = &AttentionShape { heads: 4, kv_heads: 2, dim, rope_dim, eps: 1e-6, context: CONTEXT, format, recent };
+    let pages = 2 * shape.pages();
+    let words: Vec<u32> = (0..pages as u32).rev().collect();
+    let keys_of_cache = pages * shape.page_bytes() / 4;
+    let cache = KvCache {
+        keys: b.random(keys_of_cache)?,
+        values: b.random(keys_of_cache)?,
+        table: b.words(&words)?,
+        recent: Default::default(),
+    };
+    let capacity = 4 * indexer.ratio;
+    let index_cache = IndexCache {
+        keys: b.random(pages * indexer.key_bytes(PAGE) / 4)?,
+        recent: b.random(2 * capacity * indexer.recent_width())?,
+        capacity,
+    };
+    // Row 0 belongs to sequence 1, row 1 to sequence 0.
+    let rows = SequenceRows { starts: [39, 263], table: b.words(&[1, 263, 0, 39])? };
+    let turn: Vec<f32> = (0..rope_dim).flat_map(|i| [(i as f32).cos(), (i as f32).sin()]).collect();
+    let rope_table = b.floats(&turn)?;
+    let mut norms = |width: usize| {
+        Ok::<_, DeviceError>(QkNormRope { q_norm: b.random(width)?, k_norm: b.random(width)?, rope_table })
+    };
+    let [norm_rope, of_index] = [norms(dim)?, norms(indexer.dim)?];
+    let proj = b.random(2 * shape.width())?;
+    let index = b.random(2 * indexer.width())?;
+    let [q, y] = [b.buffer(2 * shape.heads * dim)?, b.buffer(2 * shape.heads * dim)?];
+    let partials = b.buffer(2 * indexer.gpu_scratch(shape, CONTEXT))?;
+    let write = KvWrite { shape, start: 0, tokens: 2, proj, norm_rope, q, cache };
+    let attention = Attention { shape, start: 0, tokens: 2, q, cache, proj, partials, y };
+    let attend = BlockAttention { attention, indexer, index, norm_rope: of_index, cache: index_cache };
+    let ran = b.run(&BlockAttentionRows { write, attend, rows })?;
+    let [write, index_rows, _, _, _, merge] = ran[..] else { return Ok(()) };
+    let regions = [(write, cache.keys), (index_rows, index_cache.keys), (index_rows, index_cache.recent), (merge, y)];
+    for (kernel, region) in regions {
+        let expected = b.on_cpu(region)?;
+        b.expect(CLOSE, &[kernel], region, &expected)?;
+    }
+    Ok(())
 }
 
 /// Checks consecutive calls with these numbers of rows. If `alike` is true, three blocks repeat and RoPE rotates
@@ -51,7 +98,11 @@ fn case(
     let heads = 4;
     let kv_heads = 2;
     let is_quantized = matches!(format, KvFormat::Eight | KvFormat::Four);
-    let dim = if is_quantized { 64 } else { 40 };
+    let dim = match format {
+        KvFormat::F32 => 40,
+        KvFormat::I16 => 200,
+        KvFormat::Eight | KvFormat::Four => 64,
+    };
     let rope_dim = indexer.rope_dim;
     let recent = is_quantized.then_some(RecentRing { capacity: RING, format: KvFormat::F32 });
     let shape = &AttentionShape { heads, kv_heads, dim, rope_dim, eps: 1e-6, context: CONTEXT, format, recent };
@@ -70,7 +121,7 @@ fn case(
         *norm = b.random(width)?;
     }
     let repeated = b.random.floats(3 * indexer.ratio * indexer.width());
-    let partials = b.buffer(MAX_PART * indexer.gpu_scratch(CONTEXT))?;
+    let partials = b.buffer(MAX_PART * indexer.gpu_scratch(shape, CONTEXT))?;
     let mut start = 0;
     for tokens in calls.iter().copied() {
         let angle = |at: usize| if alike { 0.0 } else { (at / (rope_dim / 2) * (1 + at % (rope_dim / 2))) as f32 };
@@ -112,10 +163,10 @@ fn compare(b: &mut KernelCheck<'_, impl Driver>, op: &BlockAttention<'_>) -> Res
     let width = shape.heads * shape.dim;
     let row_scores = on_cpu.scores.len() / tokens;
     for (part, _) in op.parts(MAX_PART, None) {
-        let [rows, score, select, attend] = part.part_launches(None).map(|launch| b.launch(launch));
+        let [rows, score, select, attend, merge] = part.part_launches(None).map(|launch| b.launch(launch));
         let first = part.attention.start - op.attention.start;
         let count = part.attention.tokens;
-        let [queries, selected, scores] = part.scratch(None);
+        let [queries, selected, scores, _] = part.scratch(None);
         b.expect(CLOSE, &rows, queries, &on_cpu.queries[first * width..][..count * width])?;
         let selected = b.on_gpu(selected)?;
         let scores = b.on_gpu(scores)?;
@@ -139,7 +190,11 @@ fn compare(b: &mut KernelCheck<'_, impl Driver>, op: &BlockAttention<'_>) -> Res
             }
         }
         let expected = b.on_cpu(part.attention.y)?;
-        b.expect(CLOSE, &attend, part.attention.y, &expected)?;
+        b.expect(CLOSE, &[attend, merge].concat(), part.attention.y, &expected)?;
+        if b.gpu.limits().uses_half_precision && op.attention.shape.recent.is_none() {
+            let ran = b.launch(part.half_launch());
+            b.expect(HALF, &ran, part.attention.y, &expected)?;
+        }
     }
     Ok(())
 }
