@@ -53,7 +53,8 @@ fn is_in_word(byte: u8) -> bool {
 /// The digits of a number whose decimals are all zero. `None` for any other token.
 fn without_decimals(token: &[u8]) -> Option<&[u8]> {
     let point = token.iter().position(|byte| *byte == b'.')?;
-    let (whole, decimals) = (&token[..point], &token[point + 1..]);
+    let whole = &token[..point];
+    let decimals = &token[point + 1..];
     let is_whole = whole.last()?.is_ascii_digit() && !decimals.is_empty() && decimals.iter().all(|byte| *byte == b'0');
     is_whole.then_some(whole)
 }

@@ -249,9 +249,16 @@ mod tests {
     #[test]
     fn launches_fit_into_the_partial_results() {
         let context = 40_000;
-        let (format, recent) = (KvFormat::I16, None);
-        let shape =
-            &AttentionShape { heads: 24, kv_heads: 2, dim: 256, rope_dim: 64, eps: 1e-6, context, format, recent };
+        let shape = &AttentionShape {
+            heads: 24,
+            kv_heads: 2,
+            dim: 256,
+            rope_dim: 64,
+            eps: 1e-6,
+            context,
+            format: KvFormat::I16,
+            recent: None,
+        };
         let indexer = &IndexerShape { heads: 4, dim: 128, rope_dim: 64, ratio: 4, blocks: 512, eps: 1e-6 };
         let region = |len| Region { buffer: 0, offset: 0, len };
         let all = region(1 << 40);

@@ -44,8 +44,16 @@ pub fn cases(b: &mut KernelCheck<'_, impl Driver>) -> Result<(), DeviceError> {
 
 /// Checks one row of each of two sequences. Both rows complete a block.
 fn rows_of_sequences(b: &mut KernelCheck<'_, impl Driver>, indexer: &IndexerShape) -> Result<(), DeviceError> {
-    let (format, recent, rope_dim, dim) = (KvFormat::F32, None, indexer.rope_dim, 40);
-    let shape = &AttentionShape { heads: 4, kv_heads: 2, dim, rope_dim, eps: 1e-6, context: CONTEXT, format, recent };
+    let shape = &AttentionShape {
+        heads: 4,
+        kv_heads: 2,
+        dim: 40,
+        rope_dim: indexer.rope_dim,
+        eps: 1e-6,
+        context: CONTEXT,
+        format: KvFormat::F32,
+        recent: None,
+    };
     let pages = 2 * shape.pages();
     let words: Vec<u32> = (0..pages as u32).rev().collect();
     let keys_of_cache = pages * shape.page_bytes() / 4;
@@ -63,15 +71,15 @@ fn rows_of_sequences(b: &mut KernelCheck<'_, impl Driver>, indexer: &IndexerShap
     };
     // Row 0 belongs to sequence 1, row 1 to sequence 0.
     let rows = SequenceRows { starts: [39, 263], table: b.words(&[1, 263, 0, 39])? };
-    let turn: Vec<f32> = (0..rope_dim).flat_map(|i| [(i as f32).cos(), (i as f32).sin()]).collect();
+    let turn: Vec<f32> = (0..shape.rope_dim).flat_map(|i| [(i as f32).cos(), (i as f32).sin()]).collect();
     let rope_table = b.floats(&turn)?;
     let mut norms = |width: usize| {
         Ok::<_, DeviceError>(QkNormRope { q_norm: b.random(width)?, k_norm: b.random(width)?, rope_table })
     };
-    let [norm_rope, of_index] = [norms(dim)?, norms(indexer.dim)?];
+    let [norm_rope, of_index] = [norms(shape.dim)?, norms(indexer.dim)?];
     let proj = b.random(2 * shape.width())?;
     let index = b.random(2 * indexer.width())?;
-    let [q, y] = [b.buffer(2 * shape.heads * dim)?, b.buffer(2 * shape.heads * dim)?];
+    let [q, y] = [b.buffer(2 * shape.heads * shape.dim)?, b.buffer(2 * shape.heads * shape.dim)?];
     let partials = b.buffer(2 * indexer.gpu_scratch(shape, CONTEXT))?;
     let write = KvWrite { shape, start: 0, tokens: 2, proj, norm_rope, q, cache };
     let attention = Attention { shape, start: 0, tokens: 2, q, cache, proj, partials, y };
