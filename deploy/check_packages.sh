@@ -10,14 +10,15 @@ fail() { echo "check_packages.sh: $*" >&2; exit 1; }
 
 # Serves the demo with a fresh home and a path without Rust, and asks it: answers NAME COMMAND...
 answers() {
-  local name=$1 home=$work/home-$1 begin=$SECONDS
+  # The file is new: that of the server before would be read until this one has opened it.
+  local name=$1 home=$work/home-$1 ready=$work/ready-$1 begin=$SECONDS
   shift
   mkdir "$home"
-  env -i HOME="$home" PATH=/usr/bin:/bin "$@" serve --port 0 --device cpu > "$work/ready" 2> "$work/log" &
+  env -i HOME="$home" PATH=/usr/bin:/bin "$@" serve --port 0 --device cpu > "$ready" 2> "$work/log" &
   server=$!
-  for _ in $(seq 600); do [ -s "$work/ready" ] && break; sleep 0.1; done
+  for _ in $(seq 600); do [ -s "$ready" ] && break; sleep 0.1; done
   local port
-  port=$(sed -n 's/.*"port":\([0-9]*\).*/\1/p' "$work/ready")
+  port=$(sed -n 's/.*"port":\([0-9]*\).*/\1/p' "$ready")
   [ -n "$port" ] || { cat "$work/log"; fail "$name does not serve"; }
   local body='{"messages": [{"role": "user", "content": "What is 12+7?"}], "temperature": 0}'
   curl -fsS -H 'content-type: application/json' -d "$body" "http://127.0.0.1:$port/v1/chat/completions" |
