@@ -17,8 +17,14 @@ export async function converse(page, proxy, question, answer) {
 
 const shown = page => page.$$eval(".turn.user .words, .turn.assistant > .text", all => all.map(element => element.innerText.trim()));
 
-/** All messages that the browser has kept, without their order. */
-const keptTexts = page => page.evaluate(async () => (await inDatabase("readonly", (_, nodes) => nodes.getAll())).map(node => node.content).sort());
+/** Waits until a tab has written its messages, which may be after the end of an answer. */
+const allKept = page => page.until(() => unsaved.size === 0);
+
+/** The texts of all messages that the browser has kept, without their order. */
+async function keptTexts(page) {
+  await allKept(page);
+  return page.evaluate(async () => (await inDatabase("readonly", (_, nodes) => nodes.getAll())).map(node => node.content).sort());
+}
 
 export const tests = {
   async versions_are_kept_and_shown(page, proxy) {
@@ -181,7 +187,7 @@ export const tests = {
     await other.until(() => document.querySelectorAll(".turn").length === 2);
     proxy.script(Array.from({ length: 60 }, (_, index) => `w${index} `), { pause: 20 });
     for (const [tab, text] of [[page, "left"], [other, "right"]]) await tab.evaluate(text => { $("say").value = text; sendMessage(); }, text);
-    for (const tab of [page, other]) { await tab.bringToFront(); await tab.isIdle(); }
+    for (const tab of [page, other]) { await tab.bringToFront(); await tab.isIdle(); await allKept(tab); }
     await other.close();
     const whole = Array.from({ length: 60 }, (_, index) => `w${index} `).join("");
     assert.deepEqual(await keptTexts(page), ["Both", "One", "left", "right", whole, whole]);
