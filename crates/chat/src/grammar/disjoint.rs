@@ -187,8 +187,9 @@ fn canonical(value: &Value) -> String {
         Value::Number(number) => (number.as_f64().unwrap_or_default() + 0.0).to_string(),
         Value::Array(items) => format!("[{}]", items.iter().map(canonical).collect::<Vec<_>>().join(",")),
         Value::Object(fields) => {
-            let named = |(name, value)| format!("{}:{}", canonical(&Value::String(name)), canonical(&value));
-            let fields: BTreeSet<_> = fields.clone().into_iter().map(named).collect();
+            let named =
+                |(name, value): (&String, &Value)| format!("{}:{}", Value::from(name.as_str()), canonical(value));
+            let fields: BTreeSet<_> = fields.iter().map(named).collect();
             format!("{{{}}}", fields.into_iter().collect::<Vec<_>>().join(","))
         }
         other => other.to_string(),
