@@ -248,8 +248,8 @@ FN void partial_any(CONSTANT Matrix& m, CONSTANT LinearArgs& a, uint row, uint f
 }
 
 // The body of the kernels: TOKENS rows of x times ROWS rows of matrix `m`, from `row`, per simdgroup (per threadgroup
-// with split_k). The results go to column `start` + `row` of y. With ANY, the matrices of the launch have any encodings.
-// With DIRECT, x is not staged.
+// with split_k). The results go to column `start` + `row` of y. With ANY, the matrices of the launch have any
+// encodings. With DIRECT, x is not staged.
 template <uint TOKENS, uint KIND, bool ANY, bool DIRECT>
 FN void linear(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint row, DEVICE const float* x,
                DEVICE const float* w, DEVICE float* y, DEVICE float* kept, WeightPtrs bytes, bool split_k,

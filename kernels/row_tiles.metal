@@ -108,8 +108,8 @@ template <uint BITS> FN void unpack_quad(THREAD const uint* q, THREAD uint* h) {
     }
 }
 
-// Reads group `u` of a step of 16 rows of W: unpacked codes, scales, and offsets of two rows. `second`: the scales of an
-// 8-bit step are the second ones of their word.
+// Reads group `u` of a step of 16 rows of W: unpacked codes, scales, and offsets of two rows. `second`: the scales of
+// an 8-bit step are the second ones of their word.
 template <uint BITS>
 FN void read_group(THREADGROUP const uint* stage, uint u, bool second, THREAD uint* h, THREAD float* s,
                    THREAD float* b THREAD_IDS_PARAM) {

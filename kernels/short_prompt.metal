@@ -1,8 +1,8 @@
 #if defined(QUAD_FMA) && !defined(NO_TILES)
-// Products of the rows of a short prompt on matrix units, for 4 and 8 bits in groups of 64. `gemm` waits for the weights
-// of one step at a time, and its blocks are too few to hide that if a prompt has few rows. These kernels copy weights
-// and rows of x to threadgroup memory several steps ahead. A simdgroup unpacks its rows of W to registers.
-// The instructions and the order of each sum are those of `gemm`, so the results have the same bytes.
+// Products of the rows of a short prompt on matrix units, for 4 and 8 bits in groups of 64. `gemm` waits for the
+// weights of one step at a time, and its blocks are too few to hide that if a prompt has few rows. These kernels copy
+// weights and rows of x to threadgroup memory several steps ahead. A simdgroup unpacks its rows of W to registers. The
+// instructions and the order of each sum are those of `gemm`, so the results have the same bytes.
 
 // Words per row of x and per row of codes in a step, so that simdgroups read from different banks. Words of eight rows
 // of W in a step: 64 bytes of codes, a word of scales and one of offsets for each row.
@@ -52,8 +52,8 @@ FN void copy_rows(THREAD RowPtrs<TILES, SIMDS, CHUNKS>& rows, THREADGROUP uint* 
   }
 }
 
-// Reads the codes of a group of a row of W that a lane unpacks: for each 16 columns, two words whose byte lane % 4 has the
-// codes, or two words with two 8-bit codes.
+// Reads the codes of a group of a row of W that a lane unpacks: for each 16 columns, two words whose byte lane % 4 has
+// the codes, or two words with two 8-bit codes.
 template <uint BITS> FN void read_codes(THREADGROUP const uint* from, THREAD uint* to THREAD_IDS_PARAM) {
   UNROLL for (uint i = 0; i < 2; i++) {
     if (BITS == 8) continue;

@@ -33,8 +33,8 @@ fn products(host: &mut Host, x: &[f32], sample: &Sample, cols: usize, norm: Opti
     products_of(host, x, &[sample.matrix], cols, norm, false).0
 }
 
-/// The products of the rows of `x` with each matrix, on the kernels for few rows if `has_short` is true and they fit. Also
-/// returns the kernel.
+/// The products of the rows of `x` with each matrix, on the kernels for few rows if `has_short` is true and they fit.
+/// Also returns the kernel.
 fn products_of(
     host: &mut Host,
     x: &[f32],

@@ -34,8 +34,8 @@ pub static REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 /// model is loaded does not have this header.
 pub static IMAGES_NOT_SHOWN: HeaderName = HeaderName::from_static("x-moestro-images-not-shown");
 
-/// Header with the number of tools that the prompt has because of `--reuse-tools`. A stream that begins before the model is
-/// loaded does not have this header.
+/// Header with the number of tools that the prompt has because of `--reuse-tools`. A stream that begins before the
+/// model is loaded does not have this header.
 pub static REUSED_TOOLS: HeaderName = HeaderName::from_static("x-moestro-reused-tools");
 
 /// Status of a request whose client disconnected before the response began. nginx uses the same status.

@@ -205,8 +205,8 @@ fn from_url(url: &str) -> ImageSource {
     }
 }
 
-/// The name and the content of a file, if the part has a text file as base64 or as a `data:` URL. Other files, such as PDF, are
-/// not read.
+/// The name and the content of a file, if the part has a text file as base64 or as a `data:` URL. Other files, such as
+/// PDF, are not read.
 fn file_text(part: &Value) -> Option<String> {
     let (data, name) = match part["type"].as_str()? {
         "input_file" => (&part["file_data"], &part["filename"]),

@@ -16,8 +16,8 @@ use std::{collections::BTreeMap, mem, sync::Arc};
 const MAX_CHOICES: usize = 2048;
 
 impl LoadedModel {
-    /// Renders a conversation with these messages and tokenizes it. `permit` grows by the tokens. Refuses a prompt whose
-    /// text certainly does not fit into the `context`.
+    /// Renders a conversation with these messages and tokenizes it. `permit` grows by the tokens. Refuses a prompt
+    /// whose text certainly does not fit into the `context`.
     pub async fn encode_chat(
         self: &Arc<Self>,
         permit: &mut MemoryPermit,

@@ -14,8 +14,8 @@ const MAX_BYTES: usize = 32 << 10;
 /// Maximum number of bytes of a name.
 const MAX_NAME: usize = 250;
 
-/// Replaces `uniqueItems` in `prepared`, a prepared schema. `items` has the values of the items. Returns false if that is not
-/// possible.
+/// Replaces `uniqueItems` in `prepared`, a prepared schema. `items` has the values of the items. Returns false if that
+/// is not possible.
 pub fn replace_unique_items(prepared: &mut Map<String, Value>, items: Option<&ValueType>) -> bool {
     let count = |key: &str| prepared.get(key).and_then(Value::as_u64);
     let min = count("minItems").unwrap_or(0) as usize;
@@ -62,8 +62,8 @@ fn unique_arrays(constants: &[Value], min: usize, max: usize) -> Option<Vec<Valu
     (size(&arrays) <= MAX_BYTES).then_some(arrays)
 }
 
-/// Replaces `propertyNames`, which allows `names`, in `prepared`, a prepared schema. `values` is the schema of properties that
-/// are not listed. Returns false if that is not possible.
+/// Replaces `propertyNames`, which allows `names`, in `prepared`, a prepared schema. `values` is the schema of
+/// properties that are not listed. Returns false if that is not possible.
 pub fn replace_property_names(
     prepared: &mut Map<String, Value>,
     names: &ValueType,
@@ -109,8 +109,8 @@ fn patterns(text: &TextLimits) -> Vec<String> {
     patterns
 }
 
-/// A part for each alternative of a `oneOf` whose alternatives require different properties. An alternative with its part
-/// excludes every other one, because it lacks a property of each. `None` if that is not possible.
+/// A part for each alternative of a `oneOf` whose alternatives require different properties. An alternative with its
+/// part excludes every other one, because it lacks a property of each. `None` if that is not possible.
 pub fn excluding_parts<'a>(one_of: &'a [Value], document: &Document<'a>) -> Option<Vec<Value>> {
     let lists: Vec<Vec<&str>> = one_of.iter().map(|one| required(one, document)).collect::<Option<_>>()?;
     if lists.iter().map(|names| names.len().max(1)).sum::<usize>() > MAX_NAMES {

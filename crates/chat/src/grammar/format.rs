@@ -61,8 +61,8 @@ pub(super) const NO_TEXT: &str = "no text can match it";
 
 /// llguidance's error message without the names of llguidance's internals.
 pub(super) fn plain_reason(error: &str) -> String {
-    // The regex parser writes the reason in its own line, below the expression. llguidance's lines with the place of the
-    // expression in its grammar follow.
+    // The regex parser writes the reason in its own line, below the expression. llguidance's lines with the place of
+    // the expression in its grammar follow.
     if error.contains("regex parse error") {
         let reason = error.lines().find_map(|line| line.strip_prefix("error: "));
         return format!("the expression is not supported: {}", reason.unwrap_or("it cannot be read"));

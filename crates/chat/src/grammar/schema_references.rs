@@ -1,8 +1,8 @@
 //! Limits on the intersections and multiples of a prepared JSON schema.
 //!
-//! If `allOf`, or a keyword next to a `$ref`, restricts one value several times, llguidance intersects the patterns. Each
-//! pattern multiplies the size of the automaton. The automaton of a `multipleOf` has a state for each remainder, and
-//! llguidance checks no limit while it compiles that automaton.
+//! If `allOf`, or a keyword next to a `$ref`, restricts one value several times, llguidance intersects the patterns.
+//! Each pattern multiplies the size of the automaton. The automaton of a `multipleOf` has a state for each remainder,
+//! and llguidance checks no limit while it compiles that automaton.
 
 use super::format::FormatError;
 use serde_json::{Map, Value};

@@ -63,8 +63,8 @@ fn add_all(sources: &mut BTreeMap<String, String>, chat_template: &Json) {
     }
 }
 
-/// Adds a template. An empty text is no template. As in Python, a byte order mark is no text, and every line ends with a
-/// line feed.
+/// Adds a template. An empty text is no template. As in Python, a byte order mark is no text, and every line ends with
+/// a line feed.
 fn add(sources: &mut BTreeMap<String, String>, name: &str, source: Option<&str>) {
     if let Some(source) = source.filter(|source| !source.trim().is_empty()) {
         let source = source.trim_start_matches('\u{feff}').replace("\r\n", "\n").replace('\r', "\n");

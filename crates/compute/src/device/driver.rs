@@ -77,8 +77,8 @@ pub trait Driver: Send + 'static {
         false
     }
 
-    /// Compiles the kernels with the precise `exp` in attention, for comparisons. Must be called before the first kernel
-    /// is needed. False if the device has no faster `exp`.
+    /// Compiles the kernels with the precise `exp` in attention, for comparisons. Must be called before the first
+    /// kernel is needed. False if the device has no faster `exp`.
     fn set_precise_exp(&mut self) -> bool {
         false
     }

@@ -3,10 +3,11 @@
 /// How many experts of a layer a forward pass needs together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PassSize {
-    /// The experts of one row, or of a few rows whose experts all fit in the slots. All missing experts are read at once.
+    /// The experts of one row, or of a few rows whose experts all fit in the slots. All missing experts are read at
+    /// once.
     Small,
-    /// The experts of a chunk of a prompt, which are nearly all of a layer, or of decoded rows that need more experts than
-    /// there are slots. The number of reads in progress is limited.
+    /// The experts of a chunk of a prompt, which are nearly all of a layer, or of decoded rows that need more experts
+    /// than there are slots. The number of reads in progress is limited.
     Large,
 }
 

@@ -12,9 +12,9 @@ use crate::device::{SyncPoint, Timeline};
 use moestro_base::error::StoreError;
 use std::time::Instant;
 
-/// Maximum number of experts being read at the same time for a large pass. Reads are queued only between batches, so there
-/// must be enough reads to keep the disk busy while a batch is computed. A larger window would evict more experts that
-/// decoding needs.
+/// Maximum number of experts being read at the same time for a large pass. Reads are queued only between batches, so
+/// there must be enough reads to keep the disk busy while a batch is computed. A larger window would evict more experts
+/// that decoding needs.
 const READ_WINDOW: usize = 64;
 
 /// The experts of one layer. Created by [`ExpertStore::fetch`].

@@ -94,8 +94,8 @@ pub enum Rows {
 /// Images, snapshots and the cancellation of a forward pass. The default has none.
 #[derive(Default)]
 pub struct PassHooks<'a> {
-    /// True if the tokens belong to a prompt. A GPU computes these with other kernels than the tokens of answers, also a
-    /// single one.
+    /// True if the tokens belong to a prompt. A GPU computes these with other kernels than the tokens of answers, also
+    /// a single one.
     pub is_prompt: bool,
     /// The images of the sequence, in order. Images outside the tokens of the pass have no effect.
     pub images: &'a [PlacedImage],
@@ -197,8 +197,8 @@ pub trait Model: HiddenStates + Send + 'static {
     fn start(&mut self) -> Result<Self::State, ModelError>;
 
     /// Appends `ids` to the sequence. The logits do not depend on how `ids` are split into calls, with one exception. A
-    /// GPU computes prompts in half precision, so a row's bytes depend on [`PassHooks::is_prompt`]. A call of several rows
-    /// is a prompt, too.
+    /// GPU computes prompts in half precision, so a row's bytes depend on [`PassHooks::is_prompt`]. A call of several
+    /// rows is a prompt, too.
     ///
     /// # Errors
     /// After any error, [`ModelError::GivenUp`] included, `state` is unusable.

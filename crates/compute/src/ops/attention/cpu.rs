@@ -119,8 +119,8 @@ pub(in crate::ops) trait KvSelection<T>: Sync {
     /// Number of positions that a token attends to.
     fn count(&self, token: usize) -> usize;
 
-    /// Copies keys and values of one key head to two blocks of [`BLOCK`] rows. `seen` are indices in the token's list of
-    /// positions.
+    /// Copies keys and values of one key head to two blocks of [`BLOCK`] rows. `seen` are indices in the token's list
+    /// of positions.
     fn copy(&self, token: usize, head: usize, seen: Range<usize>, to: [&mut [T]; 2]);
 }
 

@@ -65,8 +65,8 @@ impl BlockAttention<'_> {
         done
     }
 
-    /// Number of rows that attend to all positions before any row that does not. Products with quantized keys and values
-    /// are integers in full attention, so there are no such rows with a quantized cache.
+    /// Number of rows that attend to all positions before any row that does not. Products with quantized keys and
+    /// values are integers in full attention, so there are no such rows with a quantized cache.
     fn rows_without_selection(&self) -> usize {
         let Attention { shape, start, tokens, .. } = self.attention;
         let positions = (self.indexer.blocks + 1) * self.indexer.ratio - 1;

@@ -1,6 +1,6 @@
 //! Kernels of one decoded row in two variants with the same arguments, grid and bytes of the result. The staged variant
-//! copies the row to threadgroup memory, and the direct variant reads it from the cache. The device and the shape decide
-//! which one is faster, so a load measures both.
+//! copies the row to threadgroup memory, and the direct variant reads it from the cache. The device and the shape
+//! decide which one is faster, so a load measures both.
 
 use crate::{
     device::{CommandQueue, DeviceError, Driver, Launch, Region},
@@ -37,8 +37,8 @@ pub(super) enum VariantChoice {
 }
 
 impl VariantChoice {
-    /// Measures the variants of each product that was not measured yet. Later launches use the faster one. Products stay
-    /// staged if a measurement fails, for example because the device has too little memory.
+    /// Measures the variants of each product that was not measured yet. Later launches use the faster one. Products
+    /// stay staged if a measurement fails, for example because the device has too little memory.
     pub fn measure(&mut self, gpu: &mut CommandQueue<impl Driver>, products: &[DecodedProduct<'_>]) {
         let mut found = match std::mem::take(self) {
             Self::Measured(found) => found,

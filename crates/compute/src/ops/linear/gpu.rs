@@ -85,8 +85,8 @@ impl Linear<'_> {
 const DEPTH: usize = 64;
 /// Number of rows of x and number of rows of W per threadgroup.
 const TILE: [usize; 2] = [64, 64];
-/// The kernels for few rows of x (`kernels/short_prompt.metal`): rows of x, rows of W per threadgroup, and threads. A row
-/// has the same bytes with each kernel.
+/// The kernels for few rows of x (`kernels/short_prompt.metal`): rows of x, rows of W per threadgroup, and threads. A
+/// row has the same bytes with each kernel.
 const SHORT: [(&str, usize, usize, u32); 3] =
     [("gemm_short_16", 16, 64, 256), ("gemm_short_32", 32, 64, 128), ("gemm_short_64", 64, 64, 128)];
 

@@ -31,9 +31,9 @@ fn splits(width: usize) -> usize {
     }
 }
 
-/// The kernel for this many rows of x and of W: its name, rows of x, tiles of W per simdgroup, and simdgroups. It changes
-/// no byte. The limits are those of an H200: with fewer rows of W, two tiles per simdgroup would leave multiprocessors
-/// idle, and in the middle, the threadgroups of the other kernels fill a bit more than the GPU once.
+/// The kernel for this many rows of x and of W: its name, rows of x, tiles of W per simdgroup, and simdgroups. It
+/// changes no byte. The limits are those of an H200: with fewer rows of W, two tiles per simdgroup would leave
+/// multiprocessors idle, and in the middle, the threadgroups of the other kernels fill a bit more than the GPU once.
 fn kernel(tokens: usize, width: usize) -> (&'static str, usize, usize, usize) {
     let is_middle = (12_673..=20_480).contains(&width);
     match tokens {

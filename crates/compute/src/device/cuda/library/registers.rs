@@ -93,8 +93,8 @@ fn complaints(counts: &BTreeMap<String, KernelRegisters>, table: &str) -> Vec<St
     gone.chain(above).collect()
 }
 
-/// Does the same as [`ran_in_own_process_with`]. The child process has no cache of NVRTC. Since CUDA 12.9, NVRTC has one in
-/// the user's home directory, and cached code comes without a log.
+/// Does the same as [`ran_in_own_process_with`]. The child process has no cache of NVRTC. Since CUDA 12.9, NVRTC has
+/// one in the user's home directory, and cached code comes without a log.
 pub(super) fn ran_without_nvrtc_cache<T: Copy>(test: T) -> bool {
     let home = tempfile::tempdir().unwrap();
     ran_in_own_process_with(test, |child| {
