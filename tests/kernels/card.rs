@@ -120,11 +120,21 @@ fn released_segments_free_memory_and_keep_answers() {
         let (before, slots) = (memory(), model.store().unwrap().slots());
         let short = MemoryLevel::Short((slots / 2 * slot_bytes) as u64);
         assert!(model.adapt_to_level(short, now + Duration::from_secs(20 * round)));
-        let (after, released) = (memory(), ((slots - model.store().unwrap().slots()) * slot_bytes) as u64);
+        let released = ((slots - model.store().unwrap().slots()) * slot_bytes) as u64;
+        let [free, resident] = before;
+        let is_free = |[free_after, resident_after]: [Option<u64>; 2]| {
+            free.zip(free_after).is_none_or(|(before, after)| after >= before + released / 2)
+                && resident.zip(resident_after).is_none_or(|(before, after)| before >= after + released / 2)
+        };
+        // Other programs and tests also use the GPU's memory, and free what they use in the end.
+        let deadline = Instant::now() + Duration::from_secs(60);
+        let mut after = memory();
+        while !is_free(after) && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(100));
+            after = memory();
+        }
         println!("released {released} bytes: free on the GPU and resident in RAM {before:?}, then {after:?}");
-        let [[free, resident], [free_after, resident_after]] = [before, after];
-        assert!(free.zip(free_after).is_none_or(|(before, after)| after >= before + released / 2));
-        assert!(resident.zip(resident_after).is_none_or(|(before, after)| before >= after + released / 2));
+        assert!(is_free(after), "released {released} bytes of {before:?}, then {after:?}");
         assert!(answer(&mut model, &prompt, &[], 6) == expected, "round {round}");
     }
     let fewest = model.store().unwrap().slots();
