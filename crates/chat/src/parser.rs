@@ -20,29 +20,19 @@
 //! The text may be cut anywhere between two pushes. The concatenated deltas are the same for every cut. Only text that
 //! may still become markup is held back, together with the white space before it.
 //!
-//! Where a call starts:
-//!
-//! * `<tool_call>` and `<function=NAME>` start a call. A repeated tag is dropped;
-//! * `<function=NAME>` of a known tool starts a call without `<tool_call>` if a `<parameter=P>` or a `</function>`
-//!   follows, and if it starts or ends a line. Any other name is content;
-//! * a call in a Markdown fence, in inline code or between quotation marks is text. If the answer ends before the fence is
-//!   closed, the call is a call;
-//! * a call of a known tool inside the reasoning ends the reasoning. A `</think>` right after the call is dropped;
-//! * reasoning without `</think>` is reasoning up to the end of the text;
-//! * a `<tool_call>` without a `<function=NAME>` after it is content, unchanged.
-//!
-//! Malformed calls:
+//! `parser/start.rs` says where a call starts. Malformed calls:
 //!
 //! * a value ends at `</parameter>`, at `</function>`, at `</tool_call>`, at a `<parameter=P>` of the tool that has a line of
 //!   its own and that the call does not have yet, or at the next call. `parser/value.rs` says when such a tag is quoted;
 //! * closing tags may be repeated or misspelt: `</param>`, `</ function>`, `</parameter` without `>`. They are not content
 //!   directly after a call;
-//! * names may be quoted (`<parameter="P">`) or be attributes (`<parameter name="P">`). The `>` after the name of a known
-//!   parameter or tool may be missing at the end of a line;
+//! * names may be quoted (`<parameter="P">`) or be attributes (`<parameter name="P">`, `<invoke name="NAME">`). The `>`
+//!   after the name of a known parameter or tool may be missing at the end of a line;
 //! * an opening tag may be repeated before the value, with a closing tag of its own or without. If the call already has a
 //!   value of the parameter, a later value is dropped, because the first one may be sent already;
 //! * line feeds around tags may be missing or follow a carriage return, and closing tags may be indented;
 //! * text between the parameters of a call is content;
+//! * the arguments may be one JSON object instead of parameters, also in a Markdown fence. `parser/json_call.rs` reads it;
 //! * a call without an end tag is closed when the model ends the answer. Its arguments are the arguments so far. An
 //!   incomplete tag after a complete value is markup and is dropped, also after a number or another value that is no
 //!   string. An incomplete value is kept, and becomes a string if it is not valid JSON;
@@ -52,30 +42,28 @@
 mod argument;
 mod declared;
 mod delta;
+mod json_call;
 mod json_types;
 mod prose;
 mod python;
 mod quotes;
+mod start;
 mod tags;
 mod value;
 
 use argument::{PendingArgument, PendingCall, call_id};
 use declared::Tools;
 pub use delta::Delta;
-use prose::{Found, Prose, Start};
+use json_call::{JsonAt, JsonCall, JsonScanner};
+use prose::{Found, Prose};
 use serde_json::Value;
+use start::CallFinder;
 use std::ops::Range;
 use tags::*;
 use value::{ValueContext, ValuePart, ValueScanner};
 
-/// Maximum number of `<tool_call>` before a call.
-const MAX_REPEATED: usize = 4;
-
 /// The characters of line ends.
 const LINE_ENDS: [char; 2] = ['\r', '\n'];
-
-/// Maximum number of bytes of white space before a tag. An answer of white space must not be read again and again.
-const MAX_GAP: usize = 1000;
 
 /// Splits streamed text into deltas.
 pub struct Parser {
@@ -83,6 +71,7 @@ pub struct Parser {
     state: ParserState,
     /// The Markdown of the reasoning or content that is being read.
     prose: Prose,
+    scanner: JsonScanner,
     /// Text that is not dropped yet. `buffer[at..]` is not parsed yet.
     buffer: String,
     /// Offset in `buffer` of the first byte that is not parsed yet.
@@ -143,6 +132,7 @@ impl Parser {
             tools: Tools::new(tools),
             state,
             prose: Prose::default(),
+            scanner: JsonScanner::default(),
             buffer: String::new(),
             at: 0,
             before: 0,
@@ -285,7 +275,7 @@ impl Parser {
         match found {
             Found::Call(_) => {
                 self.reasoning_ended_by_call = true;
-                self.open_call()
+                self.open_call(end)
             }
             Found::EndThink(_) => {
                 self.at += skipped + END_THINK.len();
@@ -329,7 +319,7 @@ impl Parser {
         self.take_content(certain);
         self.prose.consume(certain);
         match found {
-            Found::Call(_) => self.open_call(),
+            Found::Call(_) => self.open_call(end),
             _ if last => self.drop_rest(),
             _ => self.wait(ParserState::Content),
         }
@@ -340,63 +330,25 @@ impl Parser {
         matches!(tag_at(&self.rest()[at..]), TagAt::Found(_))
     }
 
-    fn scan_prose(&mut self, end: InputEnd, reasoning: bool) -> Found {
-        let mut prose = std::mem::take(&mut self.prose);
-        let found = prose.scan(self.rest(), end, |text, starts_line| self.start_of_call(text, starts_line, reasoning));
-        self.prose = prose;
-        found
-    }
-
-    /// Judges a `<` outside of calls. In reasoning, only known tools can be called.
-    fn start_of_call(&self, text: &str, starts_line: bool, reasoning: bool) -> Start {
-        if reasoning && text.starts_with(END_THINK) {
-            return Start::EndThink;
-        }
-        if self.tools.is_empty() {
-            return if reasoning && END_THINK.starts_with(text) { Start::Unknown } else { Start::Text };
-        }
-        let mut function = text;
-        for _ in 0..MAX_REPEATED {
-            let Some(after) = function.strip_prefix(TOOL_CALL) else { break };
-            let Some(after) = after_gap(after) else { return Start::Text };
-            function = after;
-        }
-        let is_bare = function.len() == text.len();
-        let (name, length, is_exact) = match tag_at(function) {
-            TagAt::Unfinished => return Start::Unknown,
-            TagAt::Found(Tag { kind: TagKind::Function(name), length, is_exact }) => (name, length, is_exact),
-            TagAt::Found(_) | TagAt::Other => return Start::Text,
-        };
-        let is_known = self.tools.has(&name);
-        if !is_bare && is_exact && (is_known || !reasoning) {
-            return Start::Call;
-        }
-        let (header, body) = function.split_at(length);
-        let line = body.trim_start_matches([' ', '\t', '\r']);
-        let is_on_edge = starts_line || line.is_empty() || line.starts_with('\n');
-        // `<function name="NAME">` without `<tool_call>` is XML.
-        let is_attribute = !is_exact && header.ends_with('>');
-        if !is_known || (is_bare && (is_attribute || !is_on_edge)) {
-            return Start::Text;
-        }
-        match after_gap(body).map_or(TagAt::Other, tag_at) {
-            TagAt::Unfinished => Start::Unknown,
-            TagAt::Found(Tag { kind: TagKind::ToolCall | TagKind::EndToolCall, .. }) | TagAt::Other => Start::Text,
-            TagAt::Found(_) => Start::Call,
-        }
+    fn scan_prose(&mut self, end: InputEnd, in_reasoning: bool) -> Found {
+        let length = self.before + self.buffer.len();
+        let Self { tools, scanner, prose, .. } = self;
+        let mut finder = CallFinder { tools, scanner, length, in_reasoning, end };
+        prose.scan(&self.buffer[self.at..], end, |text, starts_line| finder.judge(text, starts_line))
     }
 
     /// Starts the call at the next `<tool_call>` or `<function=NAME>`.
-    fn open_call(&mut self) -> StepResult {
+    fn open_call(&mut self, end: InputEnd) -> StepResult {
         self.prose = Prose::default();
         loop {
-            self.skip_space();
+            let after = after_opening(self.rest()).unwrap_or_default().len();
+            self.at = self.buffer.len() - after;
             match tag_at(self.rest()) {
                 TagAt::Found(Tag { kind: TagKind::Function(name), length, .. }) => {
                     return self.start_call(name, length);
                 }
                 TagAt::Found(Tag { kind: TagKind::ToolCall, length, .. }) => self.at += length,
-                _ => return self.to(ParserState::Content),
+                _ => return self.json_calls(0, end),
             }
         }
     }
@@ -407,10 +359,14 @@ impl Parser {
     /// Starts a call whose header has `length` bytes.
     fn start_call(&mut self, name: String, length: usize) -> StepResult {
         self.at += length;
-        self.emit(Delta::ToolCall { index: self.calls, id: call_id(), name: name.clone() });
-        self.calls += 1;
+        self.announce(name.clone());
         let parameters = self.tools.parameters(&name);
         self.begin_body(PendingCall { name, parameters, seen: Vec::new(), empty: None })
+    }
+
+    fn announce(&mut self, name: String) {
+        self.emit(Delta::ToolCall { index: self.calls, id: call_id(), name });
+        self.calls += 1;
     }
 
     fn begin_body(&mut self, call: PendingCall) -> StepResult {
@@ -452,8 +408,57 @@ impl Parser {
                     self.to(ParserState::Closing { in_call: true })
                 }
             },
+            TagAt::Other if call.seen.is_empty() && !stray => self.json_body(call, end),
             TagAt::Other => self.stray_text(call),
         }
+    }
+
+    /// Reads arguments that are written as one JSON object.
+    fn json_body(&mut self, call: PendingCall, end: InputEnd) -> StepResult {
+        let after = after_opening(self.rest()).unwrap_or_default();
+        let skip = self.rest().len() - after.len();
+        let arguments = match self.read_json(skip, end) {
+            JsonAt::Unfinished if end == InputEnd::MoreToCome => {
+                return self.wait(ParserState::Body { call, stray: false });
+            }
+            JsonAt::Unfinished if end == InputEnd::Truncated => {
+                let start = self.rest()[skip..].to_owned();
+                self.arguments(if start.is_empty() { "{".into() } else { start });
+                return self.drop_rest();
+            }
+            JsonAt::Found { json, length } => json_call::object(&json).map(|json| (json, skip + length)),
+            JsonAt::Unfinished | JsonAt::Other => None,
+        };
+        let Some((json, length)) = arguments else { return self.stray_text(call) };
+        self.arguments(json);
+        self.at += length;
+        self.to(ParserState::Closing { in_call: true })
+    }
+
+    fn read_json(&mut self, skip: usize, end: InputEnd) -> JsonAt {
+        let at = self.at + skip;
+        self.scanner.read(self.before + at, &self.buffer[at..], end)
+    }
+
+    /// Emits the calls in the JSON after `skip` bytes.
+    fn json_calls(&mut self, skip: usize, end: InputEnd) -> StepResult {
+        let found = match self.read_json(skip, end) {
+            JsonAt::Unfinished if end == InputEnd::MoreToCome => {
+                return self.wait(ParserState::Closing { in_call: true });
+            }
+            JsonAt::Unfinished if end == InputEnd::Truncated => {
+                json_call::truncated(&self.rest()[skip..], &self.tools).map(|call| (vec![call], self.rest().len()))
+            }
+            JsonAt::Found { json, length } => json_call::calls(&json, &self.tools).map(|calls| (calls, skip + length)),
+            JsonAt::Unfinished | JsonAt::Other => None,
+        };
+        let Some((calls, length)) = found else { return self.start_content() };
+        for JsonCall { name, arguments } in calls {
+            self.announce(name);
+            self.arguments(arguments);
+        }
+        self.at += length;
+        self.to(ParserState::Closing { in_call: true })
     }
 
     fn skip_tag(&mut self, call: PendingCall, length: usize) -> StepResult {
@@ -546,10 +551,15 @@ impl Parser {
     /// Drops closing tags after a call.
     fn closing(&mut self, in_call: bool, end: InputEnd) -> StepResult {
         let after = after_gap(self.rest()).unwrap_or_default();
-        let skip = self.rest().len() - after.len();
-        match tag_at(after) {
+        let is_extra = |c: char| in_call && (c.is_whitespace() || "}],`".contains(c));
+        let next = after.trim_start_matches(is_extra);
+        let extra = &after[..after.len() - next.len()];
+        let skip = self.rest().len() - next.len();
+        match tag_at(next) {
             _ if skip > MAX_GAP => self.start_content(),
-            TagAt::Found(Tag { kind: TagKind::Function(name), length, is_exact: true }) if in_call => {
+            TagAt::Found(Tag { kind: TagKind::Function(name), length, is_exact })
+                if in_call && extra.is_empty() && (is_exact || self.tools.has(&name)) =>
+            {
                 self.at += skip;
                 self.start_call(name, length)
             }
@@ -558,7 +568,10 @@ impl Parser {
                 self.to(ParserState::Closing { in_call: in_call && kind != TagKind::EndToolCall })
             }
             TagAt::Unfinished if end == InputEnd::MoreToCome => self.wait(ParserState::Closing { in_call }),
-            TagAt::Unfinished if end == InputEnd::Truncated || after.starts_with("</") => self.drop_rest(),
+            TagAt::Unfinished if end == InputEnd::Truncated || next.is_empty() || next.starts_with("</") => {
+                self.drop_rest()
+            }
+            TagAt::Other if in_call && !extra.contains('`') => self.json_calls(skip, end),
             _ => self.start_content(),
         }
     }
@@ -572,12 +585,6 @@ impl Parser {
 /// Offset of the tag that `text` ends in the middle of.
 fn unfinished_tag(text: &str) -> Option<usize> {
     text.rfind('<').filter(|&at| matches!(tag_at(&text[at..]), TagAt::Unfinished))
-}
-
-/// The text after white space. `None` if there is too much white space to wait for a tag after it.
-fn after_gap(text: &str) -> Option<&str> {
-    let after = text.trim_start();
-    (text.len() - after.len() <= MAX_GAP).then_some(after)
 }
 
 #[cfg(test)]

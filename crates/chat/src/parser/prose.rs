@@ -67,7 +67,7 @@ impl Prose {
 
     /// Reads on in `text`, the unconsumed text. `start` judges a `<`. Its second argument is true if the `<` is the first
     /// text of its line.
-    pub fn scan(&mut self, text: &str, end: InputEnd, start: impl Fn(&str, bool) -> Start) -> Found {
+    pub fn scan(&mut self, text: &str, end: InputEnd, mut start: impl FnMut(&str, bool) -> Start) -> Found {
         while let Some(c) = text[self.position - self.consumed..].chars().next() {
             let rest = &text[self.position - self.consumed..];
             if c == '<' {

@@ -2,12 +2,16 @@
 
 pub(super) const THINK: &str = "<think>";
 pub(super) const END_THINK: &str = "</think>";
-pub(super) const TOOL_CALL: &str = "<tool_call>";
 
+/// The words of opening tags. Models also write those of other formats.
+const WORDS: [&str; 7] =
+    ["tool_call", "tool_calls", "function_call", "function_calls", "function", "invoke", "parameter"];
 /// Maximum length of a name in a tag.
 const MAX_NAME: usize = 1000;
 /// Maximum length of a misspelt closing tag.
 const MAX_CLOSING_TAG: usize = 32;
+/// Maximum number of bytes of white space before a tag. An answer of white space must not be read again and again.
+pub(super) const MAX_GAP: usize = 1000;
 
 /// State of the input: more text can follow, or the answer has ended for a reason.
 #[derive(Clone, Copy, PartialEq)]
@@ -52,30 +56,51 @@ pub(super) enum TagAt {
     Other,
 }
 
-/// Reads the tag at the start of `text`.
+/// Reads the tag at the start of `text`. Models also write `<|tool_call|>`, `<Function=NAME>` and `<invoke name="NAME">`.
 pub(super) fn tag_at(text: &str) -> TagAt {
-    if text.starts_with("</") {
+    if ["</", "<|/"].iter().any(|start| text.starts_with(start)) {
         return closing_tag(text);
     }
-    if text.starts_with(TOOL_CALL) {
-        return found(TagKind::ToolCall, TOOL_CALL.len(), true);
-    }
-    for (word, kind) in [("<function", TagKind::Function as fn(String) -> TagKind), ("<parameter", TagKind::Parameter)]
-    {
-        if let Some(after) = text.strip_prefix(word) {
-            return header(after, word.len(), kind);
+    let Some(inner) = text.strip_prefix('<') else {
+        return if text.is_empty() { TagAt::Unfinished } else { TagAt::Other };
+    };
+    let inner = inner.strip_prefix('|').unwrap_or(inner);
+    let is_part = |byte: &u8| byte.is_ascii_alphabetic() || *byte == b'_';
+    let length = inner.bytes().take(MAX_CLOSING_TAG).take_while(is_part).count();
+    let (word, after) = inner.split_at(length);
+    let start = text.len() - after.len();
+    let lower = word.to_ascii_lowercase();
+    let is_plain = lower == word && start == 1 + length;
+    match lower.as_str() {
+        _ if after.is_empty() => {
+            if WORDS.iter().any(|known| known.starts_with(&lower)) {
+                TagAt::Unfinished
+            } else {
+                TagAt::Other
+            }
         }
+        "function" => header(after, start, TagKind::Function, is_plain),
+        "invoke" => header(after, start, TagKind::Function, false),
+        "parameter" => header(after, start, TagKind::Parameter, is_plain),
+        known if WORDS.contains(&known) => {
+            let end = after.strip_prefix([' ', '|']).unwrap_or(after);
+            match end.chars().next() {
+                Some('>') => found(TagKind::ToolCall, text.len() - end.len() + 1, text.starts_with("<tool_call>")),
+                Some('\r' | '\n' | '<') => found(TagKind::ToolCall, start, false),
+                Some(_) => TagAt::Other,
+                None => TagAt::Unfinished,
+            }
+        }
+        _ => TagAt::Other,
     }
-    let may_be_tag = [TOOL_CALL, "<function", "<parameter", "</"].iter().any(|tag| tag.starts_with(text));
-    if may_be_tag { TagAt::Unfinished } else { TagAt::Other }
 }
 
 fn found(kind: TagKind, length: usize, is_exact: bool) -> TagAt {
     TagAt::Found(Tag { kind, length, is_exact })
 }
 
-/// Reads the rest of `<function=NAME>` or `<parameter=NAME>` after the word, which has `word` bytes.
-fn header(after: &str, word: usize, kind: fn(String) -> TagKind) -> TagAt {
+/// Reads the rest of `<function=NAME>` or `<parameter=NAME>` after the word, which ends at `word`.
+fn header(after: &str, word: usize, kind: fn(String) -> TagKind, is_plain: bool) -> TagAt {
     let Some(end) = after.find(['>', '<', '\n']) else {
         return if after.len() > MAX_NAME { TagAt::Other } else { TagAt::Unfinished };
     };
@@ -99,14 +124,15 @@ fn header(after: &str, word: usize, kind: fn(String) -> TagKind) -> TagAt {
     }
     // A carriage return belongs to the line end.
     let end = if is_closed { end + 1 } else { after[..end].trim_end_matches('\r').len() };
-    found(kind(name.into()), word + end, is_closed && !is_attribute)
+    found(kind(name.into()), word + end, is_plain && is_closed && !is_attribute)
 }
 
 /// Reads a closing tag. Models also write `</ function>`, `</param>`, `</parameter/>`, `</parameter_function>`, and leave
 /// out the `>` at the end of a line.
 fn closing_tag(text: &str) -> TagAt {
-    let inner = &text[2..];
-    let is_part = |c: char| c.is_ascii_alphanumeric() || " _-/".contains(c);
+    let start = if text.starts_with("</") { 2 } else { 3 };
+    let inner = &text[start..];
+    let is_part = |c: char| c.is_ascii_alphanumeric() || " _-/|".contains(c);
     let Some(end) = inner.find(|c| !is_part(c)) else {
         return if inner.len() > MAX_CLOSING_TAG { TagAt::Other } else { TagAt::Unfinished };
     };
@@ -114,13 +140,37 @@ fn closing_tag(text: &str) -> TagAt {
     if end > MAX_CLOSING_TAG || !(is_closed || inner[end..].starts_with(['\r', '\n', '<'])) {
         return TagAt::Other;
     }
-    let word = inner[..end].trim().to_ascii_lowercase().replace("tool call", "tool_call");
+    let word = inner[..end].trim_matches([' ', '|']).to_ascii_lowercase().replace("tool call", "tool_call");
     let (kind, exact) = match word.as_str() {
         word if word.contains(' ') => return TagAt::Other,
         word if word.starts_with("param") => (TagKind::EndParameter, "</parameter>"),
-        word if word.starts_with("func") => (TagKind::EndFunction, "</function>"),
+        word if word.starts_with("function_call") => (TagKind::EndToolCall, "</tool_call>"),
+        word if word.starts_with("func") || word == "invoke" => (TagKind::EndFunction, "</function>"),
         word if word.starts_with("tool") && word.contains("call") => (TagKind::EndToolCall, "</tool_call>"),
         _ => return TagAt::Other,
     };
-    found(kind, 2 + end + usize::from(is_closed), text.starts_with(exact))
+    found(kind, start + end + usize::from(is_closed), text.starts_with(exact))
+}
+
+/// The text after white space. `None` if there is too much white space to wait for a tag after it.
+pub(super) fn after_gap(text: &str) -> Option<&str> {
+    let after = text.trim_start();
+    (text.len() - after.len() <= MAX_GAP).then_some(after)
+}
+
+/// The text after white space and the start of a Markdown fence, which models write around JSON. Empty if more text
+/// decides.
+pub(super) fn after_opening(text: &str) -> Option<&str> {
+    let after = after_gap(text)?;
+    let info = after.trim_start_matches('`');
+    let marks = after.len() - info.len();
+    let rest = info.trim_start_matches(|c: char| c.is_ascii_alphanumeric() || c == '_');
+    if marks == 0 || marks > 3 || info.len() - rest.len() > MAX_CLOSING_TAG {
+        return Some(after);
+    }
+    match rest.chars().next() {
+        None => Some(""),
+        Some('\r' | '\n') if marks == 3 => after_gap(rest),
+        Some(_) => Some(after),
+    }
 }

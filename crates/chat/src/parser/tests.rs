@@ -1,3 +1,4 @@
+mod json;
 mod malformed;
 mod quoted;
 
@@ -140,7 +141,7 @@ fn consecutive_calls_with_text_are_parsed() {
 fn malformed_call_is_content() {
     for text in [
         "a <tool_call> b",
-        "a\n<tool_call>\n{\"name\": \"f\"}\n</tool_call>",
+        "a\n<tool_call>\n{\"name\": \"g\"}\n</tool_call>",
         "a <tool_call>\n<function=f",
         "a <tool_call>\n<function=>",
         "a <tool_call>\n<function=f\n>",
@@ -265,6 +266,14 @@ fn markup() -> impl Strategy<Value = String> {
         "<",
         ">",
         "\\",
+        "<tool_calls>",
+        "<|tool_call|>",
+        "<invoke name=\"f\">",
+        "{\"name\": \"f\", \"arguments\": ",
+        "{'name': 'f'}",
+        "[",
+        "}",
+        ",",
         "<tool_call>\n<function=f>\n<parameter=s>\n",
         "\n</parameter>\n</function>\n</tool_call>",
     ]);

@@ -223,7 +223,12 @@ impl ValueScanner {
         let last = end != InputEnd::MoreToCome;
         while let Some(c) = text[self.position - self.consumed..].chars().next() {
             let rest = &text[self.position - self.consumed..];
-            let tag = if c == '<' { tag_at(rest) } else { TagAt::Other };
+            let tag = match tag_at(rest) {
+                _ if c != '<' => TagAt::Other,
+                // A value may be about the tags of other formats.
+                TagAt::Found(Tag { kind: TagKind::ToolCall, is_exact: false, .. }) => TagAt::Other,
+                tag => tag,
+            };
             let is_quoted = if matches!(tag, TagAt::Other) { Some(true) } else { self.quotes.enclose(rest, last) };
             match (is_quoted, tag) {
                 (None, _) => return false,

@@ -23,7 +23,7 @@ impl Random {
 
 /// Values of a string. The flag is true if a value quotes tags outside of quotation marks, so that its end tags are
 /// needed.
-const STRINGS: &[(&str, bool)] = &[
+pub(super) const STRINGS: &[(&str, bool)] = &[
     ("", false),
     ("x", false),
     ("two\nlines", false),
@@ -202,7 +202,7 @@ fn write_call(
 }
 
 /// The content and the calls of some deltas.
-fn answer(deltas: Vec<String>) -> (String, Vec<(String, Value)>) {
+pub(super) fn answer(deltas: Vec<String>) -> (String, Vec<(String, Value)>) {
     let mut content = String::new();
     let mut calls: Vec<(String, Value)> = Vec::new();
     let mut name = String::new();

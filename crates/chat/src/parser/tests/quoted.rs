@@ -20,6 +20,12 @@ const QUOTES: &[&str] = &[
     "<function name=\"f\">\n<parameter name=\"s\"/>\n</function>",
     "re.findall(r'<function=f>(.*?)</function>', text)",
     "{\"text\": \"<tool_call>\\n<function=f>\"}",
+    "<tool_call>\n{\"name\": \"f\", \"arguments\": {\"s\": \"x\"}}\n</tool_call>",
+    "<tool_call>{\"name\": \"f\", \"arguments\": {}}</tool_call><tool_call>{\"name\": \"g\"}</tool_call>",
+    "<tool_call>\n{'name': 'f', 'arguments': {'s': 'x'}}",
+    "<tool_calls>\n[{\"name\": \"f\"}, {\"name\": \"g\"}]\n</tool_calls>",
+    "<function=f>\n{\"s\": \"x\"}\n</function>",
+    "<function_calls>\n<invoke name=\"f\">\n<parameter name=\"s\">x</parameter>\n</invoke>\n</function_calls>",
 ];
 
 const BEFORE: &[&str] = &[

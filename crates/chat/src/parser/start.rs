@@ -1,0 +1,100 @@
+//! Where a call starts in reasoning and content.
+//!
+//! * `<tool_call>` and `<function=NAME>` start a call. A repeated tag is dropped, and so is a tag of another format, such as
+//!   `<tool_calls>`, `<|tool_call|>` and `<function_calls>`;
+//! * `<tool_call>` and JSON with the name of a known tool start a call, also in a Markdown fence after the tag;
+//! * `<function=NAME>` of a known tool starts a call without `<tool_call>` if a `<parameter=P>`, a `</function>`
+//!   or a JSON object and a closing tag follow, and if it starts or ends a line. Any other name is content;
+//! * a call in a Markdown fence, in inline code or between quotation marks is text. If the answer ends before the fence is
+//!   closed, the call is a call;
+//! * a call of a known tool inside the reasoning ends the reasoning. A `</think>` right after the call is dropped;
+//! * reasoning without `</think>` is reasoning up to the end of the text;
+//! * any other `<tool_call>` is content, unchanged.
+
+use super::{
+    declared::Tools,
+    json_call::{self, JsonAt, JsonScanner},
+    prose::Start,
+    tags::{END_THINK, InputEnd, Tag, TagAt, TagKind, after_gap, after_opening, tag_at},
+};
+
+/// Maximum number of `<tool_call>` before a call.
+const MAX_REPEATED: usize = 4;
+
+/// Judges each `<` outside of calls.
+pub(super) struct CallFinder<'a> {
+    pub tools: &'a Tools,
+    pub scanner: &'a mut JsonScanner,
+    /// Length of the whole answer so far.
+    pub length: usize,
+    pub in_reasoning: bool,
+    pub end: InputEnd,
+}
+
+impl CallFinder<'_> {
+    /// Judges the `<` that `text`, the rest of the answer, starts with. In reasoning, only known tools can be called.
+    pub fn judge(&mut self, text: &str, starts_line: bool) -> Start {
+        if self.in_reasoning && text.starts_with(END_THINK) {
+            return Start::EndThink;
+        }
+        if self.tools.is_empty() {
+            return if self.in_reasoning && END_THINK.starts_with(text) { Start::Unknown } else { Start::Text };
+        }
+        let mut function = text;
+        for _ in 0..MAX_REPEATED {
+            let TagAt::Found(Tag { kind: TagKind::ToolCall, length, .. }) = tag_at(function) else { break };
+            let Some(after) = after_opening(&function[length..]) else { return Start::Text };
+            function = after;
+        }
+        let is_bare = function.len() == text.len();
+        let (name, length, is_exact) = match tag_at(function) {
+            TagAt::Unfinished => return Start::Unknown,
+            TagAt::Found(Tag { kind: TagKind::Function(name), length, is_exact }) => (name, length, is_exact),
+            TagAt::Other if !is_bare => {
+                let is_call = match self.read_json(function) {
+                    JsonAt::Unfinished if self.end != InputEnd::Truncated => return Start::Unknown,
+                    JsonAt::Unfinished => json_call::truncated(function, self.tools).is_some(),
+                    JsonAt::Found { json, .. } => json_call::calls(&json, self.tools).is_some(),
+                    JsonAt::Other => false,
+                };
+                return if is_call { Start::Call } else { Start::Text };
+            }
+            TagAt::Found(_) | TagAt::Other => return Start::Text,
+        };
+        let is_known = self.tools.has(&name);
+        if !is_bare && is_exact && (is_known || !self.in_reasoning) {
+            return Start::Call;
+        }
+        let (header, body) = function.split_at(length);
+        let line = body.trim_start_matches([' ', '\t', '\r']);
+        let is_on_edge = starts_line || line.is_empty() || line.starts_with('\n');
+        // `<function name="NAME">` without `<tool_call>` is XML.
+        let is_attribute = !is_exact && header.ends_with('>');
+        if !is_known || (is_bare && (is_attribute || !is_on_edge)) {
+            return Start::Text;
+        }
+        let Some(after) = after_opening(body) else { return Start::Text };
+        let (next, is_json) = match self.read_json(after) {
+            JsonAt::Unfinished if self.end == InputEnd::Truncated && !after.is_empty() => return Start::Text,
+            JsonAt::Unfinished => return Start::Unknown,
+            JsonAt::Found { json, length } if json_call::object(&json).is_some() => (&after[length..], true),
+            _ => (body, false),
+        };
+        match after_gap(next).map_or(TagAt::Other, tag_at) {
+            TagAt::Unfinished => Start::Unknown,
+            TagAt::Found(tag) if is_json => {
+                if tag.kind.closes() {
+                    Start::Call
+                } else {
+                    Start::Text
+                }
+            }
+            TagAt::Found(Tag { kind: TagKind::ToolCall | TagKind::EndToolCall, .. }) | TagAt::Other => Start::Text,
+            TagAt::Found(_) => Start::Call,
+        }
+    }
+
+    fn read_json(&mut self, text: &str) -> JsonAt {
+        self.scanner.read(self.length - text.len(), text, self.end)
+    }
+}
