@@ -32,5 +32,6 @@ mod shard;
 mod snapshots;
 mod snapshots_on_disk;
 mod speculation;
+mod text_files;
 mod towers;
 mod vision;

@@ -82,9 +82,16 @@ impl Template {
         let mut env = environment();
         let mut info = serde_json::json!({"chat_template": sources.get(DEFAULT)});
         for (name, source) in sources {
-            let source = source::prepare(&source).map_err(ChatError::Template)?;
-            let add = || env.add_template_owned(name, source).map_err(template_error);
-            run_with_stack(PARSE_STACK, add)?;
+            let is_special = name != DEFAULT;
+            let added = source::prepare(&source).map_err(ChatError::Template).and_then(|source| {
+                run_with_stack(PARSE_STACK, || env.add_template_owned(name.clone(), source).map_err(template_error))
+            });
+            match added {
+                Err(error) if is_special => {
+                    tracing::warn!(%error, name, "cannot use a special chat template; using the default one");
+                }
+                added => added?,
+            }
         }
         let mut special_tokens = BTreeMap::new();
         for name in ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"] {

@@ -1,5 +1,6 @@
 //! A model's tokenizer: text to token ids and back.
 
+mod added;
 mod cuts;
 
 use crate::error::ChatError;
@@ -57,8 +58,12 @@ impl Tokenizer {
         if let tokenizers::ModelWrapper::BPE(bpe) = encoder.get_model() {
             let mut bpe = bpe.clone();
             bpe.resize_cache(0);
+            // Dropping merges at random is for training.
+            bpe.dropout = None;
             encoder.with_model(bpe);
         }
+
+        added::add_missing(dir, &mut encoder)?;
 
         let mut tokens: Vec<(u32, String)> = encoder.get_vocab(true).into_iter().map(|(text, id)| (id, text)).collect();
         tokens.sort_unstable();

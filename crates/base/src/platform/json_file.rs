@@ -11,10 +11,20 @@ use std::{io, path::Path};
 ///   refuses the string.
 ///
 /// # Errors
-/// The errors of [`read_small_file`].
+/// The errors of [`read_small_file`]. The file is a Git LFS pointer.
 pub fn read_json_file(path: &Path, max: u64) -> io::Result<Vec<u8>> {
-    Ok(plain_json(&read_small_file(path, max)?))
+    let text = read_small_file(path, max)?;
+    if text.starts_with(LFS_START) {
+        return Err(io::Error::other(IS_LFS_POINTER));
+    }
+    Ok(plain_json(&text))
 }
+
+/// The start of a Git LFS pointer, which takes the place of a large file in a clone without Git LFS.
+pub const LFS_START: &[u8; 8] = b"version ";
+/// Says that a file is a Git LFS pointer, and what to do.
+pub const IS_LFS_POINTER: &str =
+    "it is a Git LFS pointer, not the file; fetch it with `git lfs pull` or `moestro pull ORG/NAME`";
 
 fn plain_json(text: &[u8]) -> Vec<u8> {
     let mut rest = text.strip_prefix("\u{feff}".as_bytes()).unwrap_or(text);
@@ -62,6 +72,13 @@ fn without_decimals(token: &[u8]) -> Option<&[u8]> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn lfs_pointer_is_refused_with_a_remedy() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n").unwrap();
+        assert!(read_json_file(file.path(), 1000).unwrap_err().to_string().contains("git lfs pull"));
+    }
 
     #[test]
     fn json_of_python_becomes_plain() {

@@ -1,7 +1,10 @@
 //! [`Index`]: offset, shape and type of each tensor of a checkpoint. Reads and validates only the safetensors headers.
 
 use super::weight_files::WeightFiles;
-use moestro_base::{error::StoreError, platform::open_regular_file};
+use moestro_base::{
+    error::StoreError,
+    platform::{IS_LFS_POINTER, LFS_START, open_regular_file},
+};
 pub use safetensors::Dtype;
 use serde::{
     Deserialize, Deserializer,
@@ -203,9 +206,8 @@ impl Index {
         let size = file.metadata().map_err(io)?.len();
         let mut len = [0; 8];
         file.read_exact(&mut len).map_err(|_| bad("too short for a safetensors file".into()))?;
-        if len == *b"version " {
-            let why = "it is a Git LFS pointer, not the file; fetch it with `git lfs pull` or `moestro pull ORG/NAME`";
-            return Err(bad(why.into()));
+        if len == *LFS_START {
+            return Err(bad(IS_LFS_POINTER.into()));
         }
         let len = u64::from_le_bytes(len);
         if len > MAX_HEADER_BYTES || len + 8 > size {

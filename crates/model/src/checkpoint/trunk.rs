@@ -32,7 +32,8 @@ const SHIFTED_TWICE: f32 = 2.25;
 const COMPARED_BYTES: usize = 4 << 20;
 /// Endings of the names of tensors that are not needed: frequencies that follow from the configuration, and scales for
 /// caches of keys and values in FP8.
-const UNNEEDED: [&str; 4] = ["rotary_emb.inv_freq", ".k_scale", ".v_scale", ".kv_scale"];
+const UNNEEDED: [&str; 5] =
+    ["rotary_emb.inv_freq", "rotary_emb.original_inv_freq", ".k_scale", ".v_scale", ".kv_scale"];
 /// Parts of a matrix in all formats. The first is the codes or values.
 const MATRIX_PARTS: [&str; 6] = ["weight", "scales", "biases", "global_scale", "weight_scale_inv", "weight_scale"];
 
@@ -352,9 +353,11 @@ fn foreign_format(name: &str) -> Option<String> {
 }
 
 /// True for Hugging Face's layout, false for MLX's layout. Decides by the shape of a convolution that is wider than 1.
-/// If there is no such convolution, decides by tensor names.
+/// If there is no such convolution, decides by tensor names. A convolution without the dimension of 1 does not show the
+/// layout.
 fn is_hugging_face(index: &Index) -> Option<bool> {
     let convs = index.tensors.iter().filter(|(name, _)| name.ends_with("conv1d.weight")).map(|(_, entry)| &entry.shape);
+    let convs = convs.filter(|shape| shape.len() == 3);
     let wide = convs.filter(|shape| shape.iter().skip(1).product::<usize>() > 1);
     let by_shape = wide.map(|shape| shape.last().is_some_and(|last| *last != 1)).reduce(|a, b| a || b);
     let named = |prefix: &str| index.tensors.keys().any(|name| name.starts_with(prefix));

@@ -1,6 +1,9 @@
 //! Reads `config.json` into checked shapes. Returns an error for anything that is not supported.
 
-use super::ngram_hash::NgramShape;
+use super::{
+    json_table::{JsonTable, refuse},
+    ngram_hash::NgramShape,
+};
 use crate::error::ModelError;
 use moestro_base::{error::StoreError, platform::read_json_file};
 use moestro_compute::ops::{
@@ -229,11 +232,12 @@ impl ModelFamily {
     }
 }
 
-/// The keys of the text model. Converters write them in `text_config`, at the top level, or some at each level.
+/// The keys of the text model. Converters write them in `text_config`, at the top level, or some at each level. A key
+/// that is null in `text_config` is absent there.
 fn text_config(json: &Value) -> Value {
     let mut keys = json.as_object().cloned().unwrap_or_default();
     if let Some(Value::Object(text)) = keys.remove("text_config") {
-        keys.extend(text);
+        keys.extend(text.into_iter().filter(|(_, value)| !value.is_null()));
     }
     keys.into()
 }
@@ -266,47 +270,7 @@ fn ngram_file(json: &Value) -> Result<&str, ModelError> {
     }
 }
 
-pub(super) fn refuse<T>(why: String) -> Result<T, ModelError> {
-    Err(ModelError::Config(why))
-}
-
-/// A JSON object with checked access to its values.
-#[derive(Clone, Copy)]
-pub(super) struct JsonTable<'a>(pub &'a Value);
-
 impl JsonTable<'_> {
-    /// A whole number from 1 to `max`.
-    pub fn count(self, key: &str, max: usize) -> Result<usize, ModelError> {
-        match self.0.get(key) {
-            None => refuse(format!("{key} is missing")),
-            Some(value) => match value.as_u64() {
-                Some(count) if count >= 1 && count <= max as u64 => Ok(count as usize),
-                _ => refuse(format!("{key} is {value}, not a whole number from 1 to {max}")),
-            },
-        }
-    }
-
-    pub fn number(self, key: &str) -> Result<f64, ModelError> {
-        match self.0.get(key).map(|value| (value, value.as_f64())) {
-            Some((_, Some(number))) => Ok(number),
-            Some((value, None)) => refuse(format!("{key} is {value}, not a number")),
-            None => refuse(format!("{key} is missing")),
-        }
-    }
-
-    /// [`JsonTable::number`] of a key that may be absent.
-    fn number_or(self, key: &str, default: f64) -> Result<f64, ModelError> {
-        if self.0.get(key).is_none_or(Value::is_null) { Ok(default) } else { self.number(key) }
-    }
-
-    pub fn flag(self, key: &str, default: bool) -> Result<bool, ModelError> {
-        match self.0.get(key) {
-            None | Some(Value::Null) => Ok(default),
-            Some(Value::Bool(flag)) => Ok(*flag),
-            Some(value) => refuse(format!("{key} is {value}, not true or false")),
-        }
-    }
-
     /// For each layer, whether it has full attention: from `layer_types`, or else every `full_attention_interval`-th
     /// layer.
     fn full_layers(self, layers: usize) -> Result<Vec<bool>, ModelError> {
@@ -326,16 +290,28 @@ impl JsonTable<'_> {
         full.collect()
     }
 
+    /// The parameters of RoPE. Older versions of transformers call them `rope_scaling`. Newer ones may write a table for
+    /// each type of layer.
+    fn rope(&self) -> JsonTable<'_> {
+        let mut tables = ["rope_parameters", "rope_scaling"].iter().filter_map(|key| self.0.get(key));
+        let table = tables.find(|table| table.is_object()).unwrap_or(&Value::Null);
+        JsonTable(table.get("full_attention").filter(|table| table.is_object()).unwrap_or(table))
+    }
+
     fn attention(self, eps: f32) -> Result<(AttentionShape, f64), ModelError> {
-        let rope = JsonTable(self.0.get("rope_parameters").or(self.0.get("rope_scaling")).unwrap_or(&Value::Null));
+        let rope = self.rope();
         // mlx-lm writes `type` where transformers writes `rope_type`.
-        let kind = rope.0.get("rope_type").or(rope.0.get("type")).and_then(Value::as_str);
+        let kind = ["rope_type", "type"].iter().find_map(|key| rope.0.get(key)?.as_str());
         // `mrope` is the default with the sections that all supported models have.
         if let Some(other) = kind.filter(|kind| !["default", "mrope"].contains(kind)) {
             return refuse(format!("rope type {other} is not supported, only default"));
         }
-        let number = |key: &str, default: f64| match rope.0.get(key).or(self.0.get(key)) {
-            None | Some(Value::Null) => Ok(default),
+        let number = |key: &str, default: f64| match [rope, self]
+            .iter()
+            .filter_map(|table| table.0.get(key))
+            .find(|value| !value.is_null())
+        {
+            None => Ok(default),
             Some(value) => value.as_f64().filter(|n| *n > 0.0).map_or_else(|| refuse(format!("{key} is {value}")), Ok),
         };
         let heads = self.count("num_attention_heads", 1 << 12)?;
@@ -422,15 +398,10 @@ impl JsonTable<'_> {
         Ok(ngrams)
     }
 
-    /// [`JsonTable::count`] of a key that may be absent.
-    pub fn count_or(self, key: &str, max: usize, default: usize) -> Result<usize, ModelError> {
-        if self.0.get(key).is_none_or(Value::is_null) { Ok(default) } else { self.count(key, max) }
-    }
-
     /// Reads `mrope_section`, which only matters for images.
     fn rope_sections(self) -> Result<[usize; 3], ModelError> {
-        let rope = self.0.get("rope_parameters").or(self.0.get("rope_scaling")).unwrap_or(&Value::Null);
-        let Some(sections) = rope.get("mrope_section").filter(|sections| !sections.is_null()) else {
+        let rope = self.rope();
+        let Some(sections) = rope.0.get("mrope_section").filter(|sections| !sections.is_null()) else {
             return Ok(DEFAULT_ROPE_SECTIONS);
         };
         let count = |count: &Value| count.as_u64().filter(|count| *count <= 1 << 12).map(|count| count as usize);
@@ -556,6 +527,41 @@ mod tests {
         assert_eq!((config.eps, config.context), (1e-6, 32_768));
         // The n-gram table is as wide as the hidden state.
         assert_eq!((config.ngrams[0].width, config.hidden), (64, 64));
+    }
+
+    /// Values that are not the defaults show which table counts.
+    #[test]
+    fn rope_tables_are_found_in_all_places() {
+        let rope = serde_json::json!({
+            "rope_theta": 5000.0, "partial_rotary_factor": 0.5, "mrope_section": [8, 4, 4], "rope_type": "default",
+        });
+        let by_layer = serde_json::json!({"full_attention": rope, "linear_attention": null});
+        let mut without_type = rope.clone();
+        without_type["rope_type"] = Value::Null;
+        for table in [rope, by_layer, without_type] {
+            for key in ["rope_parameters", "rope_scaling"] {
+                for level in ["text_config", "top"] {
+                    for others in [None, Some(Value::Null)] {
+                        let mut json = demo();
+                        let text = json["text_config"].as_object_mut().unwrap();
+                        text.remove("rope_parameters");
+                        for absent in ["rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor"] {
+                            text.extend(others.clone().map(|null| (absent.to_owned(), null)));
+                        }
+                        if level == "top" {
+                            json[key] = table.clone();
+                        } else {
+                            json[level][key] = table.clone();
+                        }
+                        let config = Config::new(&json).unwrap();
+                        let found = (config.rope_theta, config.attention.rope_dim, config.rope_sections);
+                        assert_eq!(found, (5000.0, 32, [8, 4, 4]), "{json}");
+                    }
+                }
+            }
+        }
+        let yarn = serde_json::json!({"full_attention": {"rope_type": "yarn"}});
+        assert_refused(demo(), "/text_config/rope_parameters", yarn, "yarn");
     }
 
     fn qwen4() -> Value {

@@ -6,7 +6,7 @@
 //!
 //! | file | what it holds |
 //! |---|---|
-//! | `config`, `weights`, `dequantize` | `config.json` as shapes; the trunk's tensors by name |
+//! | `config`, `json_table`, `weights`, `dequantize` | `config.json` as shapes; its values; the trunk's tensors by name |
 //! | `options`, `inspect`, `load` | how to load a checkpoint, what it needs, and loading it |
 //! | `qwen` | a loaded model, [`Qwen`]: forward, verify, snapshots |
 //! | `run_pass` | one pass of a model on a device |
@@ -34,6 +34,7 @@ mod hidden_taps;
 #[cfg(test)]
 mod image_tests;
 mod inspect;
+mod json_table;
 mod load;
 pub mod logits;
 mod model_parts;

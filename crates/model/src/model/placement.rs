@@ -1,7 +1,7 @@
 //! Places the weights and expert slots of a model on a backend.
 
 use super::{
-    config::refuse,
+    json_table::refuse,
     state::pass_ahead::{PassAhead, collect},
     weights::{Ffn, Mixer, Network, Residual},
 };

@@ -12,12 +12,13 @@ const MAX_SMALL_BYTES: u64 = 256 << 20;
 const MAX_SHARDS: usize = 1000;
 
 /// The files that a model needs besides its weights.
-const SMALL_FILES: [&str; 8] = [
+const SMALL_FILES: [&str; 9] = [
     INDEX,
     "config.json",
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
+    "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
     // The model card, which contains the licence.

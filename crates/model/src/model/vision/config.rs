@@ -2,7 +2,7 @@
 
 use crate::{
     error::ModelError,
-    model::config::{JsonTable, refuse},
+    model::json_table::{JsonTable, refuse},
 };
 use moestro_base::{error::StoreError, platform::read_json_file};
 use serde_json::Value;

@@ -4,7 +4,10 @@
 
 use crate::{
     error::ModelError,
-    model::config::{self, JsonTable, refuse},
+    model::{
+        config,
+        json_table::{JsonTable, refuse},
+    },
 };
 use serde_json::Value;
 
