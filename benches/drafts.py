@@ -12,7 +12,7 @@ this difference. --starts is the number of times that all servers are restarted,
 Prints one row per round and setting: answered tokens, the seconds from the first to the last token of each answer, and
 the CPU seconds of the whole request (Linux), summed. The comments at the end give the median over the rounds of the
 seconds divided by those of `off`, the CPU seconds of all rounds together, and the accepted tokens per cycle."""
-import argparse, glob, json, re, statistics, subprocess, time, urllib.request
+import argparse, json, re, statistics, subprocess, time, urllib.request
 
 p = argparse.ArgumentParser()
 p.add_argument("binary"); p.add_argument("model"); p.add_argument("draft")
@@ -46,8 +46,8 @@ class Server:
         return tokens, time.perf_counter() - first, self.cpu_seconds() - used
 
     def cpu_seconds(self):
-        threads = glob.glob(f"/proc/{self.process.pid}/task/*/schedstat")
-        return sum(int(open(thread).read().split()[0]) for thread in threads) / 1e9
+        # The clock of another process, as clock_getcpuclockid computes it. It counts threads that have ended, too.
+        return time.clock_gettime(~self.process.pid << 3 | 2)
 
     def metric(self, name):
         text = urllib.request.urlopen(self.url + "/metrics").read().decode()
