@@ -57,5 +57,7 @@ mod reuse_tools;
 mod server;
 #[path = "api/turns.rs"]
 mod turns;
+#[path = "api/typed_tools.rs"]
+mod typed_tools;
 #[path = "api/unknown_blocks.rs"]
 mod unknown_blocks;

@@ -8,6 +8,7 @@
 #   clients.py             Responses, Messages, LiteLLM, LangChain
 #   clients.mjs            OpenAI, Anthropic and Vercel for Node
 #   ollama_clients.*       ollama-python, ollama-js and LangChain's ChatOllama, on the port of Ollama's API
+#   tool_types.py          the types of tools of both SDKs
 #   schemas.py, agents.py  libraries for structured objects and agents
 #   openai_document.py     bodies and events against OpenAI's OpenAPI document
 #   structured_outputs.py  many answers under many schemas
@@ -68,7 +69,8 @@ kill "$server"
 wait "$server" || true
 
 serve --ollama-port "$ollama"
-for client in "$venv/bin/python $here/check.py" "$venv/bin/python $here/clients.py" "node $cache/node/clients.mjs" \
+for client in "$venv/bin/python $here/check.py" "$venv/bin/python $here/clients.py" "$venv/bin/python $here/tool_types.py" \
+  "node $cache/node/clients.mjs" \
   "$objects/bin/python $here/schemas.py" "$objects/bin/python $here/agents.py" "$objects/bin/python $here/openai_document.py" \
   "$objects/bin/python $here/structured_outputs.py"; do
   if ! $client "http://127.0.0.1:$port/v1"; then

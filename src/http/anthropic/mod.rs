@@ -4,6 +4,7 @@
 //! server was started with `--thinking on`. The signature of a thinking block is not checked. `is_error` of a tool
 //! result is ignored, because the text of the result says what failed.
 
+mod client_tools;
 pub mod messages;
 mod renderer;
 mod request;

@@ -2,7 +2,7 @@
 
 use crate::http::{
     ApiError,
-    anthropic::renderer::omitted_thinking,
+    anthropic::{client_tools, renderer::omitted_thinking},
     openai::{CommonFields, OneOrMany},
     request::{
         ChatPrompt, GenerationRequest, ImagePart, PartFormat, PromptInput, RequestedFormat,
@@ -334,22 +334,29 @@ fn is_server_call(kind: &str) -> bool {
     kind == "server_tool_use" || kind == "mcp_tool_use" || kind.ends_with("_tool_result")
 }
 
-/// Translates a tool that the client runs. Tools that Anthropic's servers run have other types and are refused, except
-/// for a tool search, which becomes null.
+/// Translates a tool that the client runs. Tools that Anthropic's servers run are refused, except for a tool search, which
+/// becomes null.
 fn tool(tool: &Value, index: usize) -> Result<Value, ApiError> {
     if is_search(&tool["type"]) {
         return Ok(Value::Null);
-    }
-    if let Some(kind) = tool["type"].as_str().filter(|&kind| kind != "custom") {
-        let text =
-            format!("tools[{index}] has type `{kind}`, which this server cannot run; send tools with an input_schema.");
-        return Err(ApiError::unsupported(&format!("tools[{index}]"), text));
     }
     let mut function = Map::new();
     for (theirs, ours) in [("name", "name"), ("description", "description"), ("input_schema", "parameters")] {
         if let Some(value) = tool.get(theirs).filter(|value| !value.is_null()) {
             function.insert(ours.into(), value.clone());
         }
+    }
+    let has_schema = function.contains_key("parameters");
+    if let Some(kind) = tool["type"].as_str().filter(|&kind| kind != "custom" && !has_schema) {
+        let Some((description, parameters)) = client_tools::definition(tool) else {
+            let text = format!(
+                "tools[{index}] has type `{kind}`, but this server runs no tools. Send tools that the client runs: with an \
+                 input_schema, or `bash`, `text_editor`, `memory` or `computer` with a date."
+            );
+            return Err(ApiError::unsupported(&format!("tools[{index}]"), text));
+        };
+        function.insert("description".into(), description.into());
+        function.insert("parameters".into(), parameters);
     }
     Ok(tools::with_function(tool, function))
 }

@@ -275,7 +275,7 @@ const MESSAGE_FIELDS: &[Field] = &[
     number("temperature", ""),
     number("top_p", ""),
     integer("top_k", ""),
-    array("tools", "tools with an `input_schema`"),
+    array("tools", "tools with an `input_schema`, and `bash`, `text_editor`, `memory` and `computer` with a date"),
     any("tool_choice", "including `disable_parallel_tool_use`"),
     object("thinking", "`type`, `budget_tokens`, `display`; off by default"),
     any("output_config", "`format`, `effort`"),
