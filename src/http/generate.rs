@@ -7,7 +7,7 @@
 
 use crate::http::{
     ApiError, ServerState,
-    layers::{MemoryPermit, RequestLog, with_deadline},
+    layers::{MemoryPermit, RequestLog, body_guard, with_deadline},
     models::LoadedModel,
     output::{Renderer, renderer},
     request::{GenerationRequest, PromptInput},
@@ -83,16 +83,17 @@ impl Generator {
         permit: MemoryPermit,
         mut renderer: R,
     ) -> Result<Response, ApiError> {
+        let held = permit.reserve(renderer.held_bytes())?;
+        let held_bytes = held.bytes();
         let request = self.with_remembered_tools(request, &permit).await?;
         let Self { state, log } = self;
         let client = request.common.client(&log);
-        let bytes = permit.bytes() + renderer.held_bytes();
+        let bytes = permit.bytes() + held_bytes;
         let lease = state.lease(request.model(), QueueShare { client, bytes }).await?;
         let streams = request.streams();
         let must_wait = lease.must_wait();
         let request_log = log.clone();
         let urls = state.image_urls.clone();
-        let held_bytes = renderer.held_bytes();
         let ready = async move {
             let model = lease.wait().await?;
             let context = model.engine.context();
@@ -104,18 +105,20 @@ impl Generator {
             request_log.mark_generation();
             Ok((model, choices, first))
         };
-        if streams && must_wait {
+        let response = if streams && must_wait {
             let deadline = log.deadline;
             let ready = async move { with_deadline(deadline, ready).await? };
-            return Ok(renderer::stream_later(log, ready, renderer));
-        }
-        let (model, choices, first) = ready.await?;
-        renderer.prepare(&model, &choices);
-        drop(model);
-        if streams {
-            Ok(renderer::stream(choices, first, renderer))
+            renderer::stream_later(log, ready, renderer)
         } else {
-            renderer::body(choices, first, renderer).await
-        }
+            let (model, choices, first) = ready.await?;
+            renderer.prepare(&model, &choices);
+            drop(model);
+            if streams {
+                renderer::stream(choices, first, renderer)
+            } else {
+                renderer::body(choices, first, renderer).await?
+            }
+        };
+        Ok(body_guard::hold(response, held))
     }
 }

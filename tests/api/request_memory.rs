@@ -3,6 +3,7 @@
 use super::server::{Server, Setup};
 use moestro::http::{ApiSet, ServerState};
 use serde_json::{Value, json};
+use std::sync::Arc;
 
 /// Memory that the plan sets aside for a step, plus `bytes` for requests.
 fn plan(state: &mut ServerState, bytes: u64) {
@@ -145,6 +146,26 @@ async fn echoed_prompt_counts_for_every_choice() {
     let body = |n: usize| json!({"prompt": "word ".repeat(200), "n": n, "max_tokens": 0, "echo": true});
     assert_eq!(status(&server, "/v1/completions", &body(2)).await, 200);
     assert_eq!(status(&server, "/v1/completions", &body(128)).await, 413);
+}
+
+/// A request that waits for its turn holds its body. Only the request at its turn holds the memory for rendering.
+#[tokio::test(flavor = "multi_thread")]
+async fn concurrent_requests_share_the_memory_of_steps() {
+    let configure = |state: &mut ServerState| plan(state, 1_500_000);
+    let server = Arc::new(Setup { context: 8192, max_queue: 64, configure, ..Setup::default() }.start().await);
+    for (count, text) in [(64, 100), (16, 20_000)] {
+        let body = json!({"messages": [{"role": "user", "content": "word ".repeat(text / 5)}], "max_tokens": 1});
+        let asking = (0..count).map(|_| {
+            let (server, body) = (server.clone(), body.clone());
+            tokio::spawn(async move { status(&server, "/v1/chat/completions", &body).await })
+        });
+        let mut statuses = Vec::new();
+        for asking in asking.collect::<Vec<_>>() {
+            statuses.push(asking.await.unwrap());
+        }
+        assert_eq!(statuses, vec![200; count], "{count} requests of {text} bytes");
+    }
+    assert_eq!(server.metrics.request_memory.get(), 0);
 }
 
 async fn status(server: &Server, path: &str, body: &Value) -> u16 {

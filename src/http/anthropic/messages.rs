@@ -36,11 +36,9 @@ pub async fn count_tokens(server: Generator, body: Body) -> Result<Json<Value>, 
     Ok(Json(json!({"input_tokens": tokens})))
 }
 
-/// Reads a request. The permit also covers the memory for translating the request.
 async fn read(state: &ServerState, body: Body) -> Result<(MessagesRequest, MemoryPermit), ApiError> {
-    let (common, mut request, mut permit) = body::request::<_, MessagesRequest>(state, body, fields::MESSAGES).await?;
+    let (common, mut request, permit) = body::request::<_, MessagesRequest>(state, body, fields::MESSAGES).await?;
     request.common = common;
-    permit.grow(permit.bytes())?;
     Ok((request, permit))
 }
 

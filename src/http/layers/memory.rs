@@ -3,6 +3,9 @@
 //! A request gets memory from its [`MemoryPermit`]s before it allocates. A request is refused with 503 if other requests
 //! hold the memory, and with 413 if it would not fit even alone. All estimates of memory are in this file.
 //!
+//! A request that waits holds the memory of its body. The memory of a step is reserved when the step's turn comes, so
+//! waiting requests do not hold it.
+//!
 //! Expensive work (parsing, rendering, tokenizing) runs on blocking threads, one or two steps at a time, in order of
 //! arrival. A step cannot be cancelled, so steps are short: a disconnected client is noticed after the current step.
 //! Output formats are compiled outside these steps, one at a time, because a compilation may take seconds.
@@ -172,9 +175,14 @@ impl RequestMemory {
         self.caches.write().push(evict_oldest);
     }
 
-    /// The first permit of a request, without bytes. [`MemoryPermit::empty`] makes its other permits.
+    /// The first permit of a request, without bytes. [`MemoryPermit::reserve`] makes its other permits.
     pub fn permit(self: &Arc<Self>) -> MemoryPermit {
         MemoryPermit::new(self.clone(), Arc::default())
+    }
+
+    /// The first permit of a request, with `bytes`.
+    pub fn reserve(self: &Arc<Self>, bytes: usize) -> Result<MemoryPermit, ApiError> {
+        self.permit().reserve(bytes)
     }
 
     fn release(self: &Arc<Self>, bytes: usize) {
@@ -225,9 +233,11 @@ impl MemoryPermit {
         Self { held: Arc::new(HeldBytes { memory, request_bytes, bytes: AtomicUsize::new(0) }) }
     }
 
-    /// Another permit of the same request, without bytes.
-    pub fn empty(&self) -> Self {
-        Self::new(self.held.memory.clone(), self.held.request_bytes.clone())
+    /// Another permit of the same request, with `bytes`.
+    pub fn reserve(&self, bytes: usize) -> Result<Self, ApiError> {
+        let mut other = Self::new(self.held.memory.clone(), self.held.request_bytes.clone());
+        other.resize(bytes)?;
+        Ok(other)
     }
 
     /// Changes the size of the permit to `bytes`.
@@ -269,64 +279,48 @@ impl MemoryPermit {
     /// Runs one step on a blocking thread when its turn comes. If the caller is dropped while the step waits for its
     /// turn, the step does not start.
     pub async fn run<T: Send + 'static>(&self, step: impl FnOnce() -> T + Send + 'static) -> Result<T, ApiError> {
+        self.run_with(0, step).await
+    }
+
+    /// Like [`MemoryPermit::run`], for a step that needs `working` bytes until it ends.
+    pub async fn run_with<T: Send + 'static>(
+        &self,
+        working: usize,
+        step: impl FnOnce() -> T + Send + 'static,
+    ) -> Result<T, ApiError> {
         let turn = turn(&self.held.memory.steps).await?;
-        self.run_in(turn, step).await
+        let working = self.reserve(working)?;
+        self.run_beside_steps((working, turn), step).await
     }
 
     /// Runs one compilation, which needs `working` bytes, on a blocking thread when its turn comes. If the caller is
     /// dropped, the next compilation may start, but the thread holds the memory until it ends.
     pub async fn run_compilation<T: Send + 'static>(
-        &mut self,
+        &self,
         working: usize,
         compile: impl FnOnce() -> T + Send + 'static,
     ) -> Result<T, ApiError> {
-        let memory = self.held.memory.clone();
-        let _turn = turn(&memory.compilations).await?;
-        let thread = turn(&memory.compiler_threads).await?;
-        let before = self.bytes();
-        self.grow(working)?;
-        let output = self.run_in(thread, compile).await?;
-        self.resize(before)?;
-        Ok(output)
+        let _turn = turn(&self.held.memory.compilations).await?;
+        let thread = turn(&self.held.memory.compiler_threads).await?;
+        let working = self.reserve(working)?;
+        self.run_beside_steps((working, thread), compile).await
     }
 
-    async fn run_in<T: Send + 'static>(
-        &self,
-        turn: OwnedSemaphorePermit,
-        step: impl FnOnce() -> T + Send + 'static,
-    ) -> Result<T, ApiError> {
-        let step = move || {
-            let output = step();
-            drop(turn);
-            output
-        };
-        self.run_beside_steps(step).await
-    }
-
-    /// Runs `work` on a blocking thread at once, beside the steps. The thread holds the memory of the permit until `work`
-    /// ends, even if the client disconnects.
+    /// Runs `work` on a blocking thread at once, beside the steps. The thread holds `guard` and the memory of the permit
+    /// until `work` ends, even if the client disconnects.
     pub async fn run_beside_steps<T: Send + 'static>(
         &self,
+        guard: impl Send + 'static,
         work: impl FnOnce() -> T + Send + 'static,
     ) -> Result<T, ApiError> {
         let held = self.held.clone();
-        let work = spawn_blocking(move || (work(), held)).await;
+        let work = move || {
+            let output = work();
+            drop(guard);
+            (output, held)
+        };
+        let work = spawn_blocking(work).await;
         let (output, _) = work.map_err(|_| ApiError::failed("The request could not be processed."))?;
-        Ok(output)
-    }
-
-    /// Runs one step that needs `working` bytes. Then sets the permit to its former size plus `kept` bytes for the
-    /// output.
-    pub async fn run_with<T: Send + 'static>(
-        &mut self,
-        working: usize,
-        step: impl FnOnce() -> T + Send + 'static,
-        kept: impl FnOnce(&T) -> usize,
-    ) -> Result<T, ApiError> {
-        let before = self.bytes();
-        self.grow(working)?;
-        let output = self.run(step).await?;
-        self.resize(before + kept(&output))?;
         Ok(output)
     }
 }
@@ -475,10 +469,8 @@ mod tests {
         let memory = memory(1 << 20);
         // The request fills 700 KiB, in any number of permits. It may have 768 KiB.
         for permits in [1, 2, 7, 70] {
-            let first = memory.permit();
-            let mut all: Vec<_> = (0..permits).map(|_| first.empty()).collect();
-            all.iter_mut().for_each(|permit| permit.resize((700 << 10) / permits).unwrap());
-            let mut more = first.empty();
+            let mut more = memory.permit();
+            let mut all: Vec<_> = (0..permits).map(|_| more.reserve((700 << 10) / permits).unwrap()).collect();
             let mut small = memory.permit();
             assert_eq!(more.resize(69 << 10).unwrap_err().status, 413, "{permits} permits");
             more.resize(60 << 10).unwrap();
@@ -518,10 +510,29 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn waiting_steps_hold_no_working_memory() {
+        let memory = memory(1 << 20);
+        let (release, wait) = std::sync::mpsc::channel::<()>();
+        let first = memory.permit();
+        let running = tokio::spawn(async move { first.run_with(600 << 10, move || wait.recv()).await });
+        while memory.gauge.get() == 0 {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        let second = memory.permit();
+        let mut waiting = std::pin::pin!(second.run_with(600 << 10, || 7));
+        assert!(tokio::time::timeout(Duration::from_millis(20), &mut waiting).await.is_err(), "its turn has not come");
+        assert_eq!(memory.gauge.get(), 600 << 10);
+        drop(release);
+        assert_eq!(waiting.await.unwrap(), 7);
+        running.await.unwrap().unwrap().unwrap_err();
+        assert_eq!(memory.gauge.get(), 0);
+    }
+
+    #[tokio::test]
     async fn compilation_does_not_delay_steps() {
         let memory = memory(64 << 20);
         let (release, wait) = std::sync::mpsc::channel::<()>();
-        let mut compiling = memory.permit();
+        let compiling = memory.permit();
         let compile = tokio::spawn(async move { compiling.run_compilation(1 << 20, move || wait.recv()).await });
         while memory.gauge.get() == 0 {
             tokio::time::sleep(Duration::from_millis(1)).await;
@@ -538,7 +549,7 @@ mod tests {
         // Compilations that cannot stop, although their clients disconnect.
         let mut abandoned = Vec::new();
         while abandoned.len() < COMPILER_THREADS {
-            let mut permit = memory.permit();
+            let permit = memory.permit();
             let compiled = permit.run_compilation(1 << 20, || 7);
             let compiled = tokio::time::timeout(Duration::from_secs(20), compiled).await;
             assert_eq!(compiled.expect("the others block it").unwrap(), 7, "beside {}", abandoned.len());
@@ -556,7 +567,7 @@ mod tests {
             assert_eq!(memory.gauge.get(), (abandoned.len() as i64) << 20);
         }
         // The number of threads is limited.
-        let mut permit = memory.permit();
+        let permit = memory.permit();
         let mut waiting = std::pin::pin!(permit.run_compilation(1 << 20, || 7));
         let early = tokio::time::timeout(Duration::from_millis(50), &mut waiting).await;
         assert!(early.is_err(), "{} threads compile", COMPILER_THREADS + 1);

@@ -6,7 +6,6 @@ use crate::http::{
     output::generation::{Finished, Generation, Update},
 };
 use moestro_engine::error::EngineError;
-use parking_lot::Mutex;
 use std::{sync::Arc, time::Duration};
 use tokio::{
     sync::mpsc::{UnboundedReceiver, unbounded_channel},
@@ -16,9 +15,8 @@ use tokio::{
 
 /// A running choice. Dropping a `ChoiceTask` cancels its request.
 pub struct ChoiceTask {
-    updates: UnboundedReceiver<Update>,
-    /// Memory of `updates`.
-    waiting: Arc<Mutex<MemoryPermit>>,
+    /// Updates that wait to be written, each with its memory.
+    updates: UnboundedReceiver<(Update, MemoryPermit)>,
     /// Interval of [`Update::Idle`].
     idle_interval: Duration,
     /// A set with exactly one task. A `JoinSet` aborts its tasks when it is dropped.
@@ -26,34 +24,29 @@ pub struct ChoiceTask {
 }
 
 impl ChoiceTask {
-    /// Runs the generation. `permit` grows by the memory of the updates that wait to be written. If there is no memory,
-    /// the generation ends with the permit's error.
-    pub fn spawn(mut generation: Generation, permit: MemoryPermit) -> Self {
+    /// Runs the generation. Updates that wait to be written take memory for the request of `permit`. If there is no
+    /// memory, the generation ends with the permit's error.
+    pub fn spawn(mut generation: Generation, permit: Arc<MemoryPermit>) -> Self {
         let (sender, updates) = unbounded_channel();
         let idle_interval = generation.idle_interval();
-        let waiting = Arc::new(Mutex::new(permit));
-        let permit = waiting.clone();
         let mut task = JoinSet::new();
         let keep = move |update: Update| {
             // `ChoiceTask::run` sends its own `Idle` updates.
             if !matches!(update, Update::Idle) {
-                permit.lock().grow(update.waiting_bytes())?;
-                let _ = sender.send(update);
+                let waiting = permit.reserve(update.waiting_bytes())?;
+                let _ = sender.send((update, waiting));
             }
             Ok(())
         };
         task.spawn(async move { generation.run(keep).await });
-        Self { updates, waiting, idle_interval, task }
+        Self { updates, idle_interval, task }
     }
 
     /// Passes every update to `sink`, until the answer ends or `sink` fails.
     pub async fn run(&mut self, mut sink: impl FnMut(Update) -> Result<(), ApiError>) -> Result<Finished, ApiError> {
         loop {
             match timeout(self.idle_interval, self.updates.recv()).await {
-                Ok(Some(update)) => {
-                    let mut waiting = self.waiting.lock();
-                    let rest = waiting.bytes() - update.waiting_bytes();
-                    waiting.resize(rest)?;
+                Ok(Some((update, waiting))) => {
                     drop(waiting);
                     sink(update)?;
                 }

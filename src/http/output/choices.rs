@@ -19,7 +19,6 @@ use moestro_engine::{Request, error::EngineError};
 use serde_json::Value;
 use std::{
     collections::VecDeque,
-    mem,
     sync::{Arc, Weak},
     time::Duration,
 };
@@ -57,16 +56,10 @@ pub struct Choices {
     /// Number of choices whose prompt tokens the log has counted. A choice that is queued again is counted once.
     pub logged: usize,
     /// Memory of the request, held until the last answer is complete.
-    pub permit: MemoryPermit,
+    pub permit: Arc<MemoryPermit>,
 }
 
 impl Choices {
-    /// Takes the memory of the request, which must be held until the last answer is complete.
-    pub fn take_permit(&mut self) -> MemoryPermit {
-        let no_bytes = self.permit.empty();
-        mem::replace(&mut self.permit, no_bytes)
-    }
-
     pub fn len(&self) -> usize {
         self.prompts.len() * self.n
     }
@@ -108,7 +101,7 @@ impl Choices {
                 return Ok(());
             }
             match self.submit(next) {
-                Ok(generation) => self.started.push_back(ChoiceTask::spawn(generation, self.permit.empty())),
+                Ok(generation) => self.started.push_back(ChoiceTask::spawn(generation, self.permit.clone())),
                 Err(EngineError::QueueFull { .. }) => return Ok(()),
                 Err(error) => return Err(error),
             }
@@ -124,7 +117,7 @@ impl Choices {
         loop {
             match self.submit(index) {
                 Err(EngineError::QueueFull { .. }) => tokio::time::sleep(QUEUE_RETRY).await,
-                submitted => return Ok(ChoiceTask::spawn(submitted?, self.permit.empty())),
+                submitted => return Ok(ChoiceTask::spawn(submitted?, self.permit.clone())),
             }
         }
     }

@@ -27,7 +27,7 @@ pub trait Renderer: Send + 'static {
         false
     }
 
-    /// Memory of the request that the renderer holds, in addition to the request's permit.
+    /// Memory of the renderer until the response is sent, without the generated text.
     fn held_bytes(&self) -> usize {
         0
     }
@@ -89,8 +89,7 @@ pub async fn body<R: Renderer>(mut choices: Choices, first: Generation, renderer
     let mut first = Some(first);
     let mut usage = Usage::default();
     let mut answers = Vec::new();
-    let mut permit = choices.take_permit();
-    let request_bytes = permit.bytes();
+    let mut permit = choices.permit.reserve(0)?;
     for index in 0..choices.len() {
         permit.grow(memory::CHOICE_BYTES + memory::answer_bytes(renderer.echoed_bytes(index), 0))?;
         let mut output = Output::default();
@@ -105,7 +104,6 @@ pub async fn body<R: Renderer>(mut choices: Choices, first: Generation, renderer
         usage.add(finished.usage, choices.has_previous_prompt(index));
         answers.push((output, finished));
     }
-    permit.resize(permit.bytes() - request_bytes)?;
     Ok(body_guard::hold(renderer.body(answers, usage), permit))
 }
 
@@ -190,7 +188,7 @@ async fn write<R: Renderer>(
     let interval = choices.log.event_interval;
     let mut first = Some(first);
     let mut usage = Usage::default();
-    let mut permit = choices.take_permit();
+    let mut permit = choices.permit.reserve(0)?;
     for index in 0..choices.len() {
         let sink = |update| {
             match update {

@@ -71,7 +71,8 @@ fn grow(kept: &mut Vec<u8>, len: usize, content_length: usize, permit: &mut Memo
     Ok(())
 }
 
-/// Reads and parses a request. The permit holds the memory of the request.
+/// Reads and parses a request. The permit holds the memory of the values twice: while they are parsed beside the text of
+/// the body, and later while they are translated or rendered, and their images decoded.
 pub async fn json<T>(state: &ServerState, body: Body) -> Result<(T, MemoryPermit), ApiError>
 where
     T: DeserializeOwned + Send + 'static,
@@ -101,10 +102,8 @@ where
 {
     let mut permit = state.memory.permit();
     let bytes = read(body, state.body_limit, state.timeouts.body, &mut permit).await?;
-    let length = bytes.capacity();
-    permit.grow(memory::parsed_bytes(&bytes))?;
-    let read = if length < SMALL_BODY { parse(&bytes)? } else { permit.run(move || parse(&bytes)).await?? };
-    permit.resize(permit.bytes() - length)?;
+    permit.resize(2 * memory::parsed_bytes(&bytes).max(bytes.capacity()))?;
+    let read = if bytes.len() < SMALL_BODY { parse(&bytes)? } else { permit.run(move || parse(&bytes)).await?? };
     Ok((read, permit))
 }
 
@@ -294,11 +293,11 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn permit_holds_only_the_parsed_request() {
+    async fn permit_holds_the_values_twice() {
         let state = ServerState::new(Metrics::new("0", "cpu"), None, None);
         for words in [3, 30_000] {
             let text = serde_json::json!({"prompt": "word ".repeat(words)}).to_string();
-            let held = memory::parsed_bytes(text.as_bytes());
+            let held = 2 * memory::parsed_bytes(text.as_bytes());
             let (_, permit) = json::<CompletionRequest>(&state, Body::from(text)).await.unwrap();
             assert_eq!(permit.bytes(), held);
         }

@@ -63,13 +63,17 @@ impl ImageDownloads {
         Self { urls, deadline: None }
     }
 
-    /// Downloads an image, and adds its bytes to `permit`. If the caller is dropped, the download ends. The thread of the
-    /// download holds the permit's memory and its place until it has ended.
+    /// Downloads an image. Returns the image and a permit of the request for its bytes. If the caller is dropped, the
+    /// download ends. The thread of the download holds its memory and its place until it has ended.
     ///
     /// # Errors
     /// The inner error is the reason why the image is not shown. The text completes "the image ...". The outer error ends
     /// the request.
-    pub async fn fetch(&mut self, url: String, permit: &mut MemoryPermit) -> Result<Result<Vec<u8>, String>, ApiError> {
+    pub async fn fetch(
+        &mut self,
+        url: String,
+        permit: &MemoryPermit,
+    ) -> Result<Result<(Vec<u8>, MemoryPermit), String>, ApiError> {
         let download = match self.urls.download(&url) {
             Ok(download) => download,
             Err(why) => return Ok(Err(why)),
@@ -83,21 +87,16 @@ impl ImageDownloads {
         let Ok(place) = timeout_at(deadline, self.urls.places.clone().acquire_owned()).await else {
             return Err(ApiError::downloads_busy());
         };
-        let before = permit.bytes();
-        permit.grow(ImageProcessor::MAX_ENCODED_BYTES)?;
+        let mut own = permit.reserve(ImageProcessor::MAX_ENCODED_BYTES)?;
         let _interrupt = InterruptOnDrop(download.agent.clone());
-        let work = move || {
-            let fetched = download.run(deadline.saturating_duration_since(Instant::now()));
-            drop(place);
-            fetched
-        };
+        let work = move || download.run(deadline.saturating_duration_since(Instant::now()));
         // The download is not a step of the permit, because a slow host would delay the steps of other requests.
-        let fetched = match timeout_at(deadline, permit.run_beside_steps(work)).await {
-            Ok(fetched) => fetched?,
-            Err(_) => Err(too_slow()),
+        let Ok(fetched) = timeout_at(deadline, own.run_beside_steps(place, work)).await else {
+            return Ok(Err(too_slow()));
         };
-        permit.resize(before + fetched.as_ref().map_or(0, Vec::capacity))?;
-        Ok(fetched)
+        let fetched = fetched?;
+        own.resize(fetched.as_ref().map_or(0, Vec::capacity))?;
+        Ok(fetched.map(|image| (image, own)))
     }
 }
 
@@ -355,9 +354,9 @@ mod tests {
     fn spawn_download(urls: &Arc<ImageUrls>, url: &str, memory: &Arc<RequestMemory>) -> JoinHandle<()> {
         let mut downloads = ImageDownloads::new(urls.clone());
         let url = url.to_owned();
-        let mut permit = memory.permit();
+        let permit = memory.permit();
         tokio::spawn(async move {
-            let _ = downloads.fetch(url, &mut permit).await;
+            let _ = downloads.fetch(url, &permit).await;
         })
     }
 
@@ -409,18 +408,20 @@ mod tests {
         let (host, _events) = slow_host();
         let urls = Arc::new(ImageUrls::new(std::slice::from_ref(&host)));
         let memory = request_memory();
-        let (mut permit, url) = (memory.permit(), format!("http://{host}/"));
+        let (permit, url) = (memory.permit(), format!("http://{host}/"));
         let mut downloads = ImageDownloads::new(urls.clone());
         downloads.deadline = Some(Instant::now() + Duration::from_millis(300));
         for _ in 0..3 {
-            assert!(downloads.fetch(url.clone(), &mut permit).await.unwrap().is_err());
+            assert!(downloads.fetch(url.clone(), &permit).await.unwrap().is_err());
         }
-        assert_eq!(permit.bytes(), 0);
+        while memory.used() > 0 {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
         // A request that finds no place until its deadline may try again.
         let _places = urls.places.clone().acquire_many_owned(PLACES as u32).await.unwrap();
         let mut downloads = ImageDownloads::new(urls.clone());
         downloads.deadline = Some(Instant::now() + Duration::from_millis(50));
-        assert_eq!(downloads.fetch(url, &mut permit).await.unwrap_err().status, 503);
+        assert_eq!(downloads.fetch(url, &permit).await.err().expect("no place is free").status, 503);
     }
 
     #[test]

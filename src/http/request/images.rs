@@ -136,43 +136,40 @@ async fn decode(
     downloads: &mut ImageDownloads,
 ) -> Result<Result<Arc<Image>, NotShown>, ApiError> {
     let encoded = match part.source {
-        ImageSource::Invalid(why) => return Ok(Err(why.to_owned())),
-        ImageSource::Base64(text) => {
-            let working = text.len();
-            permit.run_with(working, move || decode_base64(&text), kept_bytes).await?
-        }
-        ImageSource::Url(url) => downloads.fetch(url, permit).await?,
+        ImageSource::Invalid(why) => Err(why.to_owned()),
+        // The memory of the parsed body includes the decoded copy of a text.
+        ImageSource::Base64(text) => permit.run(move || decode_base64(&text)).await?.map(|encoded| (encoded, None)),
+        ImageSource::Url(url) => downloads.fetch(url, permit).await?.map(|(encoded, own)| (encoded, Some(own))),
     };
-    let encoded = match encoded {
+    let (encoded, _downloaded) = match encoded {
         Ok(encoded) => encoded,
         Err(why) => return Ok(Err(why)),
     };
-    let encoded_bytes = encoded.capacity();
     // The header is read in a step, because the metadata of a large file takes long.
     let header_bytes = ImageProcessor::header_bytes(&encoded);
     let reader = processor.clone();
-    let header = move || (reader.working_bytes(&encoded), encoded);
-    let (working, encoded) = match permit.run_with(header_bytes, header, |_| 0).await {
-        Err(error) if error.status != 413 => return Err(error),
-        Err(_) => return Ok(Err(TOO_MUCH_MEMORY.into())),
-        Ok((Ok(working), encoded)) => (working, encoded),
-        Ok((Err(error), _)) => return Ok(Err(error.to_string())),
+    let header = move || Ok((reader.working_bytes(&encoded)?, encoded));
+    let (working, encoded) = match image_step(permit, header_bytes, header).await? {
+        Ok(header) => header,
+        Err(why) => return Ok(Err(why)),
     };
     let max_tokens = part.low_detail.then_some(LOW_DETAIL_TOKENS);
-    let step = move || processor.prepare(&encoded, max_tokens);
-    let kept = |image: &Result<Arc<Image>, ImageError>| image.as_ref().map_or(0, |image| image.pixels.data.len());
-    let image = match permit.run_with(working, step, kept).await {
-        // Other requests hold the memory, so the answer is 503. The client may retry.
-        Err(error) if error.status != 413 => return Err(error),
-        Err(_) => Err(TOO_MUCH_MEMORY.to_owned()),
-        Ok(image) => image.map_err(|error| error.to_string()),
-    };
-    permit.resize(permit.bytes().saturating_sub(encoded_bytes))?;
+    let image = image_step(permit, working, move || processor.prepare(&encoded, max_tokens)).await?;
+    permit.grow(image.as_ref().map_or(0, |image| image.pixels.data.len()))?;
     Ok(image)
 }
 
-fn kept_bytes(encoded: &Result<Vec<u8>, NotShown>) -> usize {
-    encoded.as_ref().map_or(0, Vec::capacity)
+/// Runs a step of an image that needs `working` bytes. An image that needs too much memory even alone is not shown. If
+/// other requests hold the memory, the answer is 503, and the client may retry.
+async fn image_step<T: Send + 'static>(
+    permit: &MemoryPermit,
+    working: usize,
+    step: impl FnOnce() -> Result<T, ImageError> + Send + 'static,
+) -> Result<Result<T, NotShown>, ApiError> {
+    match permit.run_with(working, step).await {
+        Err(error) if error.status == 413 => Ok(Err(TOO_MUCH_MEMORY.to_owned())),
+        output => Ok(output?.map_err(|error| error.to_string())),
+    }
 }
 
 /// Decodes base64, with or without line breaks and padding.

@@ -45,7 +45,7 @@ impl GenerationRequest {
                 let room = max_tokens.unwrap_or(usize::MAX).min(SUMMARY_TOKENS);
                 let most_reusing = model.engine.context().saturating_sub(room);
                 let most_reusing = most_reusing.min(limits.max_prompt_tokens.unwrap_or(usize::MAX));
-                let reusing = model.encode_with_reused_tools(&mut permit, &messages, &chat, most_reusing).await;
+                let reusing = model.encode_with_reused_tools(&permit, &messages, &chat, most_reusing).await;
                 let EncodedChat { ids, images: placed, in_reasoning, chat } = match reusing {
                     Some(reusing) => {
                         log.set_reused_tools(reusing.chat.tools.len());
@@ -84,7 +84,7 @@ impl GenerationRequest {
         let has_tools = !tools.is_empty();
         let grammars = model.grammars.clone();
         let constraint =
-            response_format::compile(grammars, &mut permit, self.format, has_tools, in_reasoning, budget).await?;
+            response_format::compile(grammars, &permit, self.format, has_tools, in_reasoning, budget).await?;
         let max_tokens = max_tokens.unwrap_or(usize::MAX);
         let request = Request {
             cache_prompt: common.cache_prompt.unwrap_or(true),
@@ -109,7 +109,7 @@ impl GenerationRequest {
             reports_progress: common.return_progress.unwrap_or(false),
             started: VecDeque::new(),
             logged: 0,
-            permit,
+            permit: Arc::new(permit),
         })
     }
 }

@@ -29,9 +29,7 @@ impl LoadedModel {
         let working = variables + messages.iter().map(memory::message_bytes).sum::<usize>();
         let images = messages.iter().flat_map(Message::images).cloned().collect();
         let model = self.clone();
-        let prompt_bytes =
-            |rendered: &Result<(String, _), _>| rendered.as_ref().map_or(0, |(prompt, _)| prompt.capacity());
-        let (prompt, chat) = permit.run_with(working, move || model.render_now(messages, chat), prompt_bytes).await??;
+        let (prompt, chat) = permit.run_with(working, move || model.render_now(messages, chat)).await??;
         let in_reasoning = chat
             .end_marker
             .as_ref()
@@ -45,22 +43,17 @@ impl LoadedModel {
     /// tools, if the prompt has more than `most` tokens with them, or if it cannot have them for another reason.
     pub async fn encode_with_reused_tools(
         self: &Arc<Self>,
-        permit: &mut MemoryPermit,
+        permit: &MemoryPermit,
         messages: &[Message<Arc<Image>>],
         chat: &ChatPrompt,
         most: usize,
     ) -> Option<EncodedChat> {
         let tools = chat.reused_tools.as_ref()?;
-        let before = permit.bytes();
         let copied: usize = tools.iter().map(value_bytes).chain(messages.iter().map(memory::message_bytes)).sum();
-        permit.grow(copied).ok()?;
+        let mut own = permit.reserve(copied).ok()?;
         let chat = ChatPrompt { tools: tools.to_vec(), forbids_calls: true, ..chat.clone() };
-        let encoded = self.encode_chat(permit, messages.to_vec(), chat, most).await;
-        let encoded = encoded.ok().filter(|encoded| encoded.ids.len() <= most);
-        if encoded.is_none() {
-            permit.resize(before).ok()?;
-        }
-        encoded
+        let encoded = self.encode_chat(&mut own, messages.to_vec(), chat, most).await;
+        encoded.ok().filter(|encoded| encoded.ids.len() <= most)
     }
 
     fn render_now(
@@ -154,8 +147,9 @@ impl LoadedModel {
             // A long word needs more memory than is set aside for each step.
             let working = memory::tokenizing_bytes(end - start);
             let encode = move || tokenizer.encode_piece(&text[start..end]);
-            let kept = |more: &Result<Vec<u32>, _>| more.as_ref().map_or(0, |more| memory::token_bytes(more.len()));
-            ids.extend(permit.run_with(working, encode, kept).await??);
+            let more = permit.run_with(working, encode).await??;
+            permit.grow(memory::token_bytes(more.len()))?;
+            ids.extend(more);
             start = end;
         }
         Ok((ids, start == text.len()))

@@ -182,7 +182,7 @@ pub fn from_response_format(
 /// there is nothing to constrain.
 pub async fn compile(
     grammars: Arc<GrammarCompiler>,
-    permit: &mut MemoryPermit,
+    permit: &MemoryPermit,
     requested: Option<RequestedFormat>,
     has_tools: bool,
     in_reasoning: bool,
@@ -202,7 +202,7 @@ pub async fn compile(
 /// Compiles a format when its turn comes. If the client disconnects, the compilation stops before the next part.
 async fn compiled(
     grammars: Arc<GrammarCompiler>,
-    permit: &mut MemoryPermit,
+    permit: &MemoryPermit,
     format: OutputFormat,
     in_reasoning: bool,
     budget: Option<usize>,

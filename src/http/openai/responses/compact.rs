@@ -5,7 +5,7 @@
 use crate::http::{
     ApiError,
     generate::Generator,
-    layers::{body_guard, unique_id, value_bytes},
+    layers::{unique_id, value_bytes},
     openai::{
         responses::{items::ENCRYPTED_PREFIX, renderer::usage_object, request},
         unix_seconds,
@@ -26,15 +26,11 @@ const REQUEST: &str = "Summarize this conversation for the assistant that will c
 pub async fn compact(server: Generator, body: Body) -> Result<Response, ApiError> {
     let (mut request, history, mut input, permit) = request::read(&server.state, body).await?;
     let kept: Vec<Value> = history.iter().chain(&input).filter(|item| item["role"] == "user").cloned().collect();
-    let mut kept_permit = permit.empty();
-    let renderer = CompactionRenderer { kept };
-    kept_permit.resize(renderer.held_bytes())?;
     input.push(json!({"role": "user", "content": REQUEST}));
     // The prompt keeps the tools, so that the cached beginning of the prompt is used, but the answer must be text.
     request.answer_as_text();
     let request = request.into_generation(history, input)?;
-    let response = server.generate(request, permit, renderer).await?;
-    Ok(body_guard::hold(response, kept_permit))
+    server.generate(request, permit, CompactionRenderer { kept }).await
 }
 
 /// Gives a kept message the fields that OpenAI's API returns.

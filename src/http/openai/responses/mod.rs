@@ -40,11 +40,8 @@ const STREAM_COPIES: usize = 6;
 pub async fn responses(server: Generator, body: Body) -> Result<Response, ApiError> {
     let (request, history, input, permit) = request::read(&server.state, body).await?;
     let renderer = ResponsesRenderer::new(&request, server.state.clone(), &history, input.clone());
-    let mut renderer_permit = permit.empty();
-    renderer_permit.resize(renderer.bytes())?;
     let request = request.into_generation(history, input)?;
-    let response = server.generate(request, permit, renderer).await?;
-    Ok(body_guard::hold(response, renderer_permit))
+    server.generate(request, permit, renderer).await
 }
 
 /// Counts the tokens of a request's prompt without generating anything. Checks the request as if it were answered.
@@ -72,8 +69,7 @@ pub async fn get(
         Some(Ok(number)) => number.saturating_add(1),
         Some(Err(_)) => return Err(ApiError::wrong_value("starting_after", "must be the number of an event.")),
     };
-    let mut permit = state.memory.permit();
-    permit.grow(memory::parsed_bytes(&text) * STREAM_COPIES)?;
+    let permit = state.memory.reserve(memory::parsed_bytes(&text) * STREAM_COPIES)?;
     let stored: Value = body::parse(&text)?;
     let write = |frames: Frames| async move { renderer::replay(state, stored, first_event, &frames) };
     Ok(body_guard::hold(sse::respond(StreamFormat::Events, write), permit))

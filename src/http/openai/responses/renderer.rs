@@ -146,12 +146,6 @@ impl ResponsesRenderer {
         }
     }
 
-    /// Memory of the answer in bytes, without the generated text. This is the memory of the request's fields in the
-    /// response, once as a value and up to twice as text, and of the stored input.
-    pub fn bytes(&self) -> usize {
-        3 * value_bytes(&self.response) + self.stored_input.iter().flatten().map(value_bytes).sum::<usize>()
-    }
-
     fn push(&mut self, frames: Option<&Frames>, output: &Output) {
         if let Some(tokenizer) = &self.tokenizer {
             let tokens = output.logprobs.iter().map(|(id, logprobs)| json!(content_token(tokenizer, *id, logprobs)));
@@ -428,8 +422,9 @@ impl Renderer for ResponsesRenderer {
         true
     }
 
+    /// The request's fields in the response, once as a value and up to twice as text, and the stored input.
     fn held_bytes(&self) -> usize {
-        self.bytes()
+        3 * value_bytes(&self.response) + self.stored_input.iter().flatten().map(value_bytes).sum::<usize>()
     }
 
     fn refuse(frames: &Frames, error: &ApiError) {

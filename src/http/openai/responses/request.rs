@@ -77,17 +77,13 @@ pub async fn read(
     let (common, request, mut permit) = body::request::<_, ResponsesRequest>(state, body, fields::RESPONSES).await?;
     // In the Responses API, `stream_options` only controls obfuscation, which this server does not have.
     let mut request = ResponsesRequest { common: CommonFields { stream_options: None, ..common }, ..request };
-    // Memory for translating the request, and for copying and translating the items of earlier responses.
-    let mut reserve = |bytes: usize| permit.grow(permit.bytes() + 2 * bytes);
     let history = match &request.previous_response_id {
         Some(id) => {
-            let history = state.responses.history(id, reserve)?;
+            // The items of earlier responses are copied and translated.
+            let history = state.responses.history(id, |bytes| permit.grow(2 * bytes))?;
             history.ok_or_else(|| ApiError::no_such_response(id, "previous_response_id"))?
         }
-        None => {
-            reserve(0)?;
-            Vec::new()
-        }
+        None => Vec::new(),
     };
     let input = request.take_input(&state.responses, &mut permit)?;
     Ok((request, history, input, permit))

@@ -94,10 +94,8 @@ impl ResponseStore {
             let Some(oldest) = entries.responses.pop_front() else { return };
             entries.bytes -= oldest.bytes;
         }
-        let mut permit = self.memory.as_ref().map(RequestMemory::permit);
-        if permit.as_mut().is_some_and(|permit| permit.resize(bytes).is_err()) {
-            return;
-        }
+        let permit = self.memory.as_ref().map(|memory| memory.reserve(bytes));
+        let Ok(permit) = permit.transpose() else { return };
         entries.bytes += bytes;
         let output = output.cloned().unwrap_or_default();
         let text = Bytes::from_owner(ResponseText { text, _permit: permit });
