@@ -8,9 +8,6 @@ must be those of the request alone. MODEL may be synthetic: prompts are token id
 """
 import argparse, json, random, subprocess, sys, threading, time, urllib.request
 
-own, serve = sys.argv[1:], []
-if "--" in own:
-    own, serve = own[: own.index("--")], own[own.index("--") + 1 :]
 parser = argparse.ArgumentParser()
 parser.add_argument("binary")
 parser.add_argument("model")
@@ -19,7 +16,8 @@ parser.add_argument("--clients", type=int, default=16)
 parser.add_argument("--seed", type=int, default=1)
 parser.add_argument("--seconds", type=float, default=1e9, help="stop earlier, after this time")
 parser.add_argument("--port", type=int, default=7501)
-args = parser.parse_args(own)
+parser.add_argument("serve", nargs="*", metavar="SERVE ARGS", help="arguments of the server, after --")
+args = parser.parse_intermixed_args()
 dice = random.Random(args.seed)
 
 
@@ -56,7 +54,7 @@ def mix(picked, found):
     [thread.join() for thread in threads]
 
 
-server = subprocess.Popen([args.binary, "serve", args.model, "--port", str(args.port), *serve], stdout=subprocess.PIPE)
+server = subprocess.Popen([args.binary, "serve", args.model, "--port", str(args.port), *args.serve], stdout=subprocess.PIPE)
 try:
     server.stdout.readline()
     pool = [request() for _ in range(80)]

@@ -6,13 +6,10 @@ Prints the tokens per second of one client and of several that decode at the sam
 of short requests: on an idle server, and while a long prompt is evaluated and a long answer is generated. MODEL may be
 synthetic: prompts are token ids.
 """
-import argparse, random, statistics, subprocess, sys, threading, time
+import argparse, random, statistics, subprocess, threading, time
 
 import timed_stream
 
-own, serve = sys.argv[1:], []
-if "--" in own:
-    own, serve = own[: own.index("--")], own[own.index("--") + 1 :]
 parser = argparse.ArgumentParser()
 parser.add_argument("binary")
 parser.add_argument("model")
@@ -22,7 +19,8 @@ parser.add_argument("--logprobs", type=int, help="ask for the log-probabilities 
 parser.add_argument("--short", type=int, default=50, help="short requests")
 parser.add_argument("--prompt", type=int, default=4096, help="tokens of the long prompt")
 parser.add_argument("--port", type=int, default=7500)
-args = parser.parse_args(own)
+parser.add_argument("serve", nargs="*", metavar="SERVE ARGS", help="arguments of the server, after --")
+args = parser.parse_intermixed_args()
 dice = random.Random(1)
 
 
@@ -59,7 +57,7 @@ def keep_asking(stop, prompt, tokens):
         ask(ids(prompt), tokens, stop)
 
 
-server = subprocess.Popen([args.binary, "serve", args.model, "--port", str(args.port), *serve], stdout=subprocess.PIPE)
+server = subprocess.Popen([args.binary, "serve", args.model, "--port", str(args.port), *args.serve], stdout=subprocess.PIPE)
 try:
     print(server.stdout.readline().decode().strip()[:200], flush=True)
     together(1)
