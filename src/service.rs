@@ -8,6 +8,7 @@ mod systemd;
 
 use moestro_base::platform::atomic_file::replace_file;
 use std::{
+    collections::BTreeMap,
     env,
     ffi::OsString,
     fs, io,
@@ -39,6 +40,10 @@ pub struct Service {
     pub program: PathBuf,
     /// Arguments after `serve`.
     pub args: Vec<String>,
+    /// Environment variables of the server.
+    pub environment: BTreeMap<String, String>,
+    /// Directories outside of `~/.cache` in which the server keeps its caches.
+    pub caches: Vec<PathBuf>,
     pub home: PathBuf,
     /// The numeric user id, which is part of launchd's domain names.
     pub user: u32,

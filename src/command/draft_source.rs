@@ -86,7 +86,7 @@ impl DraftSource {
                 Some(mtp) => Box::new(mtp),
                 None => {
                     if *is_required {
-                        tracing::warn!("the checkpoint has no MTP head; falling back to prompt-lookup drafts");
+                        tracing::warn!("no MTP head is loaded; falling back to prompt-lookup drafts");
                     }
                     Box::new(LookupDraft)
                 }

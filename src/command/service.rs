@@ -5,18 +5,28 @@ use crate::service::{Service, ServiceCommand, ServiceManager, ServiceStep, comma
 use crate::{
     cli::{self, Command},
     config::{
-        ServeConfig,
+        self, ServeConfig,
         config_file::{self, sentence},
-        foreign_flags,
+        foreign_flags, variables,
     },
     error::CommandError,
 };
 use moestro_base::platform::os;
 use std::{
+    collections::BTreeMap,
     env,
     ffi::{OsStr, OsString},
     path::{self, Path, PathBuf},
 };
+
+/// Variables with directories in which a server writes.
+const CACHES: [&str; 4] = ["HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME"];
+/// Variables with other paths that a server reads.
+const DIRECTORIES: [&str; 4] = ["HF_TOKEN_PATH", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME"];
+/// Further variables that a server reads. Settings have their own variables.
+const OTHERS: [&str; 2] = ["CUDA_VISIBLE_DEVICES", "HF_ENDPOINT"];
+/// The variable of a setting that must not be in the file of a service.
+const API_KEY: &str = "MOESTRO_API_KEY";
 
 pub fn run(args: cli::ServiceArgs) -> Result<(), CommandError> {
     let failed = |what: &str| CommandError::Usage(format!("cannot find {what}, which a service needs"));
@@ -34,9 +44,16 @@ pub fn run(args: cli::ServiceArgs) -> Result<(), CommandError> {
         cli::ServiceAction::Logs => (ServiceCommand::Logs, cli::InstallArgs::default()),
     };
     let manager = ServiceManager::current();
+    let variables = env::vars_os().filter_map(|(name, value)| Some((name.into_string().ok()?, value)));
+    let environment = match action {
+        ServiceCommand::Install => server_environment(variables).map_err(CommandError::Usage)?,
+        _ => BTreeMap::new(),
+    };
     let service = Service {
         program: program().ok_or_else(|| failed("this program's path"))?,
         args: install.args.into_iter().map(make_absolute).collect(),
+        caches: CACHES.iter().filter_map(|name| environment.get(*name)).map(PathBuf::from).collect(),
+        environment,
         home: env::home_dir().ok_or_else(|| failed("your home directory"))?,
         user: os::user(),
         is_confined: matches!(action, ServiceCommand::Install) && manager.can_confine(),
@@ -89,11 +106,41 @@ fn called_path(called: &OsStr, search: Option<&OsStr>, resolved: &Path) -> Optio
     env::split_paths(search?).map(|dir| dir.join(called)).find(|path| path.is_file()).filter(is_same)
 }
 
-/// Makes an argument absolute if it is an existing path, because the service runs in another directory.
+/// The variables of this shell that a server reads. A service manager starts the server without those of the shell, so
+/// the server would look for models in other directories than `moestro pull`.
+///
+/// # Errors
+/// A variable has the API key. Other users may be able to read the file of the service.
+fn server_environment(variables: impl Iterator<Item = (String, OsString)>) -> Result<BTreeMap<String, String>, String> {
+    let settings = variables::settings();
+    let mut environment = BTreeMap::new();
+    for (name, value) in variables.filter(|(_, value)| !value.is_empty()) {
+        if name == API_KEY {
+            return Err(format!("a service does not get {API_KEY}: unset it, and use `-- --api-key-file FILE`"));
+        }
+        let text = value.to_string_lossy().into_owned();
+        if DIRECTORIES.contains(&&*name) || CACHES.contains(&&*name) {
+            let path = path::absolute(config::expand(&value)).map_err(|error| format!("{name}={text}: {error}"))?;
+            environment.insert(name, path.to_string_lossy().into_owned());
+        } else if settings.contains(&name) || OTHERS.contains(&&*name) {
+            environment.insert(name, make_absolute(text));
+        }
+    }
+    Ok(environment)
+}
+
+/// Makes an argument absolute if it is an existing path, or a flag with one after `=`. The service runs in another
+/// directory.
 fn make_absolute(arg: String) -> String {
-    let there = !arg.starts_with('-') && Path::new(&arg).exists();
-    let whole = path::absolute(&arg).ok().filter(|_| there);
-    whole.map_or(arg, |whole| whole.to_string_lossy().into_owned())
+    let (flag, value) = match arg.split_once('=').filter(|(flag, _)| flag.starts_with("--")) {
+        Some((flag, value)) => (format!("{flag}="), value),
+        None => (String::new(), arg.as_str()),
+    };
+    let there = !value.starts_with('-') && Path::new(value).exists();
+    match path::absolute(value).ok().filter(|_| there) {
+        Some(whole) => flag + &whole.to_string_lossy(),
+        None => arg,
+    }
 }
 
 #[cfg(test)]
@@ -125,8 +172,40 @@ mod tests {
     fn existing_paths_become_absolute() {
         let here = env::current_dir().unwrap();
         assert_eq!(make_absolute("src/main.rs".into()), here.join("src/main.rs").to_str().unwrap());
-        for arg in ["--memory-limit", "8GiB", "org/name", "/", "-"] {
+        let flag = format!("--api-key-file={}", here.join("src/main.rs").display());
+        assert_eq!(make_absolute("--api-key-file=src/main.rs".into()), flag);
+        for arg in ["--memory-limit", "8GiB", "org/name", "/", "-", "--port=1", "--cors=*", "--config=/", "a=src"] {
             assert_eq!(make_absolute(arg.into()), arg);
         }
+    }
+
+    #[test]
+    fn service_gets_variables_of_the_server() {
+        let found = |variables: &[(&str, &str)]| {
+            server_environment(variables.iter().map(|(name, value)| (name.to_string(), value.into())))
+        };
+        let here = env::current_dir().unwrap();
+        let path = |name: &str| here.join(name).to_str().unwrap().to_owned();
+        let shell = [
+            ("HF_HOME", "hf"),
+            ("HF_ENDPOINT", "https://mirror"),
+            ("XDG_CACHE_HOME", ""),
+            ("HF_TOKEN", "secret"),
+            ("PATH", "/bin"),
+            ("MOESTRO_MEMORY_LIMIT", "8GiB"),
+            ("MOESTRO_MODELS_DIR", "src"),
+            ("MOESTRO_LOG", "debug"),
+            ("MOESTRO_MEMRY", "1"),
+        ];
+        let expected = [
+            ("HF_ENDPOINT", "https://mirror".to_owned()),
+            ("HF_HOME", path("hf")),
+            ("MOESTRO_LOG", "debug".to_owned()),
+            ("MOESTRO_MEMORY_LIMIT", "8GiB".to_owned()),
+            ("MOESTRO_MODELS_DIR", path("src")),
+        ];
+        let expected: BTreeMap<_, _> = expected.into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
+        assert_eq!(found(&shell), Ok(expected));
+        assert!(found(&[(API_KEY, "k")]).unwrap_err().contains("--api-key-file"));
     }
 }

@@ -101,6 +101,7 @@ const FLAGS: &[(&[&str], Treatment)] = &[
         Ignored(Values::One, "snapshots of prompts are kept unasked"),
     ),
     (&["-cram", "--cache-ram"], Refused("use --prompt-cache SIZE")),
+    (&["--slot-save-path"], Refused("use --prompt-cache-dir DIR; prompts are kept on the disk unasked")),
     (&["-dio", "--direct-io"], Refused("use --expert-io direct")),
     (&["--embedding", "--embeddings", "--rerank", "--reranking", "--pooling"], Refused("there are no embeddings")),
     (&["--ssl-key-file", "--ssl-cert-file", "--ssl-keyfile", "--ssl-certfile"], Refused(NO_TLS)),
@@ -363,6 +364,20 @@ mod tests {
         all.sort_unstable();
         all.dedup();
         assert_eq!(all.len(), count);
+    }
+
+    #[test]
+    fn each_flag_of_the_page_is_known() {
+        let page = include_str!("../../docs/migrating.md");
+        let prose: String = page.split("```").step_by(2).collect();
+        let words = prose.split('`').skip(1).step_by(2).flat_map(str::split_whitespace);
+        let flags: Vec<&str> = words.filter(|word| word.starts_with('-')).collect();
+        assert!(flags.len() > 80, "{flags:?}");
+        let whole = help::command();
+        for flag in flags {
+            let is_own = std::iter::once(&whole).chain(whole.get_subcommands()).any(|command| has_flag(command, flag));
+            assert!(is_own || FLAGS.iter().any(|(names, _)| is_named(names, flag)), "{flag}");
+        }
     }
 
     #[test]

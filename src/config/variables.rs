@@ -6,7 +6,7 @@ use clap::Arg;
 use std::{collections::BTreeSet, env};
 
 const PREFIX: &str = "MOESTRO_";
-/// Read by the program, but not a setting.
+/// Read by the program, but no flag.
 const LOG: &str = "MOESTRO_LOG";
 /// Variables of builds and tests, which are no mistakes. Those that start with `MOESTRO_TEST_` are in no list.
 const BUILDS_AND_TESTS: [&str; 16] = [
@@ -39,9 +39,8 @@ pub fn log_unknown() {
 /// The sentences about those variables that are not settings.
 fn unknown(names: impl Iterator<Item = String>) -> Vec<String> {
     let known = settings();
-    let is_known = |name: &str| {
-        known.contains(name) || name == LOG || BUILDS_AND_TESTS.contains(&name) || name.starts_with("MOESTRO_TEST_")
-    };
+    let is_known =
+        |name: &str| known.contains(name) || BUILDS_AND_TESTS.contains(&name) || name.starts_with("MOESTRO_TEST_");
     let mut unknown: Vec<String> = names.filter(|name| name.starts_with(PREFIX) && !is_known(name)).collect();
     unknown.sort();
     let sentence = |name: String| {
@@ -54,11 +53,12 @@ fn unknown(names: impl Iterator<Item = String>) -> Vec<String> {
     unknown.into_iter().map(sentence).collect()
 }
 
-/// The variables of all settings.
-fn settings() -> BTreeSet<String> {
+/// The variables of all settings, and that of the log.
+pub fn settings() -> BTreeSet<String> {
     let whole = help::command();
     let args = whole.get_subcommands().flat_map(clap::Command::get_arguments).chain(whole.get_arguments());
-    args.filter_map(Arg::get_env).map(|name| name.to_string_lossy().into_owned()).collect()
+    let names = args.filter_map(Arg::get_env).map(|name| name.to_string_lossy().into_owned());
+    names.chain([LOG.to_owned()]).collect()
 }
 
 #[cfg(test)]

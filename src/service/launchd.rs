@@ -88,7 +88,8 @@ fn plist(service: &Service, domain: LaunchdDomain) -> Dictionary {
     list.insert("LowPriorityIO".into(), Value::Boolean(false));
     // Time in seconds, which is longer than the grace period of running requests.
     list.insert("ExitTimeOut".into(), Value::Integer(15.into()));
-    let variables = GPU_VARIABLES.map(|(name, value)| (name, text(value)));
+    let own = service.environment.iter().map(|(name, value)| (name.as_str(), text(value)));
+    let variables = GPU_VARIABLES.map(|(name, value)| (name, text(value))).into_iter().chain(own);
     list.insert("EnvironmentVariables".into(), Value::Dictionary(Dictionary::from_iter(variables)));
     if domain == LaunchdDomain::User {
         // By default, agents belong to the graphical session.

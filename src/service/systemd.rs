@@ -10,14 +10,19 @@ fn dir(service: &Service) -> PathBuf {
     service.home.join(".config/systemd/user")
 }
 
-/// Quotes a word of `ExecStart`. Escapes specifiers, variables and control characters, because a raw newline would
-/// start another directive.
+/// Quotes a word of `ExecStart`, in which systemd replaces variables.
 fn quoted(word: &str) -> String {
+    quoted_value(word).replace('$', "$$")
+}
+
+/// Quotes a word of any other option. Escapes specifiers and control characters, because a raw newline would start
+/// another directive.
+fn quoted_value(word: &str) -> String {
     let mut escaped = String::with_capacity(word.len() + 2);
     for c in word.chars() {
         match c {
             '\\' | '"' => escaped.extend(['\\', c]),
-            '%' | '$' => escaped.extend([c, c]),
+            '%' => escaped.extend([c, c]),
             c if c.is_control() => c.to_string().bytes().for_each(|byte| escaped += &format!("\\x{byte:02x}")),
             c => escaped.push(c),
         }
@@ -75,7 +80,12 @@ pub fn unit(service: &Service) -> String {
         Some(_) => format!("Also={SOCKET}"),
         None => "WantedBy=default.target".into(),
     };
-    let is_confined = if service.is_confined { CONFINED.join("\n") + "\n" } else { String::new() };
+    let variables = service.environment.iter().map(|(name, value)| format!("{name}={value}"));
+    let environment: String = variables.map(|set| format!("Environment={}\n", quoted_value(&set))).collect();
+    // A directory after a minus sign may be missing.
+    let caches = service.caches.iter().map(|dir| quoted_value(&format!("-{}", dir.display())));
+    let caches: String = caches.map(|dir| format!("ReadWritePaths={dir}\n")).collect();
+    let confined = if service.is_confined { CONFINED.join("\n") + "\n" + &caches } else { String::new() };
     format!(
         "[Unit]\n\
          Description=Moestro, a server of language models\n\
@@ -87,6 +97,7 @@ pub fn unit(service: &Service) -> String {
          NotifyAccess=main\n\
          ExecStart={command}\n\
          ExecReload=/bin/kill -HUP $MAINPID\n\
+         {environment}\
          # The port opens, and readiness is signalled, before the model is loaded.\n\
          TimeoutStartSec=60\n\
          TimeoutStopSec=15\n\
@@ -104,7 +115,7 @@ pub fn unit(service: &Service) -> String {
          SystemCallArchitectures=native\n\
          SystemCallFilter=@system-service\n\
          UMask=0077\n\
-         {is_confined}\
+         {confined}\
          \n\
          [Install]\n\
          {install}\n"

@@ -4,6 +4,8 @@ fn service(on_demand: Option<(&str, u16)>) -> Service {
     Service {
         program: "/opt/moe stro/bin/moestro".into(),
         args: vec!["/models/Qwen 3.5 & co".into(), "--memory-limit".into(), "48GiB".into()],
+        environment: [("HF_HOME".into(), r#"/data/50% "of" $HOME"#.into())].into(),
+        caches: vec![r#"/data/50% "of" $HOME"#.into()],
         home: "/home/u".into(),
         user: 501,
         on_demand: on_demand.map(|(host, port)| (host.into(), port)),
@@ -32,6 +34,7 @@ fn launchd_property_list_round_trips() {
     assert!(list.get("Sockets").is_none());
     let variables = list["EnvironmentVariables"].as_dictionary().unwrap();
     assert_eq!(variables["AGX_RELAX_CDM_CTXSTORE_TIMEOUT"].as_string(), Some("1"));
+    assert_eq!(variables["HF_HOME"].as_string(), Some(r#"/data/50% "of" $HOME"#));
 }
 
 /// The launchd steps of an action, if `launchctl print` finds only the domains and agents in `known`.
@@ -152,6 +155,9 @@ fn special_characters_are_escaped_for_systemd() {
     odd.args = vec![r#"a"b\c%d$e"#.into()];
     let unit = written(&odd.steps(ServiceManager::Systemd, ServiceCommand::Install), "moestro.service");
     assert!(unit.contains(r#""a\"b\\c%%d$$e""#), "{unit}");
+    // systemd replaces variables only in commands.
+    assert!(unit.contains("Environment=\"HF_HOME=/data/50%% \\\"of\\\" $HOME\"\n"), "{unit}");
+    assert!(unit.contains("ReadWritePaths=\"-/data/50%% \\\"of\\\" $HOME\"\n"), "{unit}");
 }
 
 #[test]
