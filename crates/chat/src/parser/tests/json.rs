@@ -250,5 +250,6 @@ fn long_json_takes_linear_time() {
     let [Delta::ToolCall { .. }, Delta::Arguments { json, .. }] = &deltas[..] else {
         panic!("{} deltas", deltas.len())
     };
-    assert!(*json == json!({"s": value}).to_string());
+    let expected = json!({"s": value}).to_string();
+    assert!(*json == expected, "{} bytes", json.len());
 }
