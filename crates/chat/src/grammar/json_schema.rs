@@ -5,6 +5,7 @@
 use super::{
     disjoint, equivalents,
     format::{FormatError, plain_reason},
+    look_ahead,
     schema_references::{self, WITH_ARRAY, WITH_OBJECT, WITH_SCHEMA, subschemas},
     string_formats,
 };
@@ -162,6 +163,7 @@ impl<'a> Preparation<'a> {
             _ => return error("a schema is an object or a boolean".into()),
         };
         let mut prepared = Map::new();
+        let mut patterns = Vec::new();
         for (key, value) in schema {
             let inner = format!("{path}.{key}");
             let word = key.as_str();
@@ -184,6 +186,12 @@ impl<'a> Preparation<'a> {
             }
             if word == "required" && !is_string_array(value) {
                 return Err(FormatError::new(&inner, "required must be an array of names"));
+            }
+            if let Some(parts) = value.as_str().filter(|_| word == "pattern").and_then(look_ahead::split) {
+                for part in parts.into_iter().map(Value::from) {
+                    patterns.extend(self.can_enforce_pattern(&part, &inner)?.then(|| json!({"pattern": part})));
+                }
+                continue;
             }
             if word == "pattern" && !self.can_enforce_pattern(value, &inner)? {
                 continue;
@@ -231,6 +239,10 @@ impl<'a> Preparation<'a> {
                 continue;
             };
             prepared.insert(key.clone(), value);
+        }
+        if !patterns.is_empty() {
+            let all = prepared.entry("allOf").or_insert_with(|| json!([])).as_array_mut();
+            all.into_iter().for_each(|all| all.append(&mut patterns));
         }
         self.replace_one_of(schema, &mut prepared, path)?;
         self.replace_keywords(schema, &mut prepared, path)?;

@@ -4,7 +4,7 @@
 //! be a list, for example, it does not start with a bracket. Texts, words, `true`, `false`, `null` and numbers of one
 //! parameter are one terminal: llguidance's lexer follows a terminal as long as any text of it may continue.
 
-use super::{format::FormatError, json_schema, string_formats};
+use super::{format::FormatError, json_schema, look_ahead::top_level_alternatives, string_formats};
 use crate::schema::{OpenNames, TextLimits, TypeSet, ValueType};
 use llguidance::{
     derivre::{RegexAst, RegexBuilder},
@@ -200,32 +200,6 @@ fn match_whole(pattern: &str) -> String {
         format!("{before}(?:{inner}){after}")
     });
     alternatives.collect::<Vec<_>>().join("|")
-}
-
-/// Splits an expression at each `|` outside brackets.
-fn top_level_alternatives(pattern: &str) -> Vec<&str> {
-    let mut depth = 0;
-    let mut in_class = false;
-    let mut escaped = false;
-    let mut start = 0;
-    let mut parts = Vec::new();
-    for (at, c) in pattern.char_indices() {
-        match c {
-            _ if escaped => escaped = false,
-            '\\' => escaped = true,
-            ']' => in_class = false,
-            '[' => in_class = true,
-            '(' if !in_class => depth += 1,
-            ')' if !in_class => depth -= 1,
-            '|' if !in_class && depth == 0 => {
-                parts.push(&pattern[start..at]);
-                start = at + 1;
-            }
-            _ => {}
-        }
-    }
-    parts.push(&pattern[start..]);
-    parts
 }
 
 /// A Lark literal. Lark writes strings as JSON does.

@@ -328,8 +328,7 @@ fn dates_are_days_of_the_calendar() {
 
 #[test]
 fn unsupported_pattern_is_left_out() {
-    // Patterns that pydantic and zod write for decimals and host names, and two other patterns.
-    for pattern in ["^(?!^[-+.]*$)[+-]?0*\\d*\\.?\\d*$", "^(?=.{1,253}\\.?$)[a-z.]+$", "(^a|b$)c", "\\bx"] {
+    for pattern in ["^P(?=\\d)[0-9D]+$", "^(?!ab)c", "(^a|b$)c", "\\bx"] {
         let schema = json!({"type": "object", "properties": {"a": {"type": "string", "pattern": pattern}}});
         compile(&json_format(&schema, false)).unwrap();
         random_arguments(schema["properties"]["a"].clone(), false);
