@@ -1,5 +1,5 @@
-// Executes launches from stdin with the kernels compiled into this program. tests/kernels/host.rs builds this program
-// from shim/host.h, quant.metal, each kernel file in its own namespace, and this file.
+// Executes launches from stdin with the kernels linked into this program. tests/kernels/host.rs builds this program from
+// one object for this file and one for each kernel file, which has its own namespace.
 //
 // Messages are little-endian u32 words and raw bytes:
 //   'B' id bytes                allocates a buffer, filled with 0xff
@@ -19,6 +19,31 @@
 
 #ifdef FIBER_ASAN
 #include <sanitizer/asan_interface.h>
+#endif
+
+#ifdef __APPLE__
+#define FIBER_SYMBOL "_fiber_switch"
+#else
+#define FIBER_SYMBOL "fiber_switch"
+#endif
+#if defined(__x86_64__)
+asm(".text\n.globl " FIBER_SYMBOL "\n" FIBER_SYMBOL ":\n"
+    "pushq %rbp\npushq %rbx\npushq %r12\npushq %r13\npushq %r14\npushq %r15\n"
+    "movq %rsp, (%rdi)\nmovq %rsi, %rsp\n"
+    "popq %r15\npopq %r14\npopq %r13\npopq %r12\npopq %rbx\npopq %rbp\nret\n");
+#elif defined(__aarch64__)
+asm(".text\n.balign 4\n.globl " FIBER_SYMBOL "\n" FIBER_SYMBOL ":\n"
+    "sub sp, sp, #160\n"
+    "stp x19, x20, [sp, #0]\nstp x21, x22, [sp, #16]\nstp x23, x24, [sp, #32]\nstp x25, x26, [sp, #48]\n"
+    "stp x27, x28, [sp, #64]\nstp x29, x30, [sp, #80]\nstp d8, d9, [sp, #96]\nstp d10, d11, [sp, #112]\n"
+    "stp d12, d13, [sp, #128]\nstp d14, d15, [sp, #144]\n"
+    "mov x9, sp\nstr x9, [x0]\nmov sp, x1\n"
+    "ldp x19, x20, [sp, #0]\nldp x21, x22, [sp, #16]\nldp x23, x24, [sp, #32]\nldp x25, x26, [sp, #48]\n"
+    "ldp x27, x28, [sp, #64]\nldp x29, x30, [sp, #80]\nldp d8, d9, [sp, #96]\nldp d10, d11, [sp, #112]\n"
+    "ldp d12, d13, [sp, #128]\nldp d14, d15, [sp, #144]\n"
+    "add sp, sp, #160\nret\n");
+#else
+#error "fibers are written for x86-64 and aarch64"
 #endif
 
 namespace {

@@ -10,7 +10,10 @@ use std::{
     io::{Read, Write},
     path::{Path, PathBuf},
     process::{Child, ChildStdin, ChildStdout, Command, Stdio},
-    sync::OnceLock,
+    sync::{
+        OnceLock,
+        atomic::{AtomicUsize, Ordering::Relaxed},
+    },
 };
 
 pub const FILES: [&str; 12] = [
@@ -41,8 +44,8 @@ fn all() -> [PathBuf; 12] {
     FILES.map(|file| kernels().join(file).with_extension("metal"))
 }
 
-/// The lines that include a kernel file, with the file that is compiled with it.
-pub fn include(file: &Path) -> String {
+/// A kernel file and the files that are compiled with it.
+fn with_companions(file: &Path) -> Vec<PathBuf> {
     let mut files = vec![file.to_owned()];
     match file.file_stem().and_then(|name| name.to_str()) {
         Some("linear") => {
@@ -51,60 +54,117 @@ pub fn include(file: &Path) -> String {
         Some("moe") => files.push(file.with_file_name("expert_tiles.metal")),
         _ => {}
     }
-    files.iter().map(|file| format!("#include \"{}\"\n", file.display())).collect()
+    files
 }
 
-/// Source of a program with these kernel files, each in its own namespace.
-fn program(files: &[PathBuf], tiles: bool) -> String {
-    let mut source = String::from("#include \"shim/host.h\"\n#include \"quant.metal\"\n");
-    source += if tiles { "#include \"tiles.metal\"\n" } else { "#define NO_TILES\n" };
-    for (i, file) in files.iter().enumerate() {
-        source += &format!("namespace file{i} {{\n{}}}\n", include(file));
+/// The lines that include a kernel file, with the files that are compiled with it.
+pub fn include(file: &Path) -> String {
+    with_companions(file).iter().map(|file| format!("#include \"{}\"\n", file.display())).collect()
+}
+
+/// What is compiled to one object.
+pub struct Unit {
+    pub source: String,
+    /// The files that `source` includes.
+    files: Vec<PathBuf>,
+}
+
+/// The kernels of `file`. The namespace has the file's name, because kernels of two files may have arguments of the same
+/// name.
+fn kernel_unit(file: &Path, tiles: bool) -> Unit {
+    let mut files = with_companions(file);
+    // A file without kernels for matrix units is compiled once for programs with and without `tiles.metal`.
+    let depends = files.iter().any(|part| fs::read_to_string(part).unwrap().contains("NO_TILES"));
+    let tiles = if tiles || !depends { "#include \"tiles.metal\"" } else { "#define NO_TILES" };
+    let name = file.file_stem().unwrap().to_str().unwrap();
+    let body = include(file);
+    let source =
+        format!("#include \"shim/host.h\"\n#include \"quant.metal\"\n{tiles}\nnamespace {name} {{\n{body}}}\n");
+    files.extend(["shim/host.h", "shim/fiber.h", "quant.metal", "tiles.metal"].map(|part| kernels().join(part)));
+    Unit { source, files }
+}
+
+/// The units of a program with these kernel files.
+fn units(files: &[PathBuf], tiles: bool) -> Vec<Unit> {
+    let main = Unit {
+        source: "#include \"shim/host.h\"\n#include \"host/main.cpp\"\n".into(),
+        files: ["shim/host.h", "shim/fiber.h", "host/main.cpp"].map(|part| kernels().join(part)).into(),
+    };
+    files.iter().map(|file| kernel_unit(file, tiles)).chain([main]).collect()
+}
+
+/// The units of the program with all kernels.
+pub fn all_units() -> Vec<Unit> {
+    units(&all(), true)
+}
+
+/// Runs the compiler.
+fn compile(arguments: &[&str], paths: &[&Path]) {
+    let done = Command::new(compiler()).args(arguments).arg("-I").arg(kernels()).args(paths).output();
+    let done = done.unwrap_or_else(|e| panic!("the kernels' host tests need a C++ compiler ({}): {e}", compiler()));
+    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+}
+
+/// Returns the file `name` in the folder of temporary files. If it does not exist, `make` writes it. Test processes and
+/// threads that need the same file at the same time wait until one of them has written it.
+fn made_once(name: &str, make: impl FnOnce(&Path)) -> PathBuf {
+    let dir = Path::new(env!("CARGO_TARGET_TMPDIR"));
+    let path = dir.join(name);
+    let lock = fs::File::create(dir.join(format!("{name}.lock"))).unwrap();
+    lock.lock().unwrap();
+    if !path.exists() {
+        let unfinished = dir.join(format!("{name}.{}", std::process::id()));
+        make(&unfinished);
+        fs::rename(unfinished, &path).unwrap();
     }
-    source + "#include \"host/main.cpp\"\n"
+    path
 }
 
-/// Source of the program with all kernels.
-pub fn source() -> String {
-    program(&all(), true)
+fn hex_hash(parts: &[impl AsRef<[u8]>]) -> String {
+    let mut hash = sha2::Sha256::new();
+    parts.iter().for_each(|part| hash.update(part));
+    hash.finalize()[..8].iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Compiles `files` to a program. A program that was already compiled from the same sources is reused. Test processes
-/// that need the same program at the same time wait until one of them has compiled it.
+/// Compiles one unit.
+fn object(unit: &Unit, options: &[&str]) -> PathBuf {
+    let mut parts = vec![format!("{} {options:?} {}", compiler(), unit.source).into_bytes()];
+    parts.extend(unit.files.iter().map(|file| fs::read(file).unwrap()));
+    made_once(&format!("{}.o", hex_hash(&parts)), |output| {
+        let input = output.with_extension("cpp");
+        fs::write(&input, &unit.source).unwrap();
+        let strict = ["-std=c++17", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-unused", "-Wno-unknown-pragmas"];
+        compile(&[&strict, options, &["-c"]].concat(), &[&input, Path::new("-o"), output]);
+        fs::remove_file(input).unwrap();
+    })
+}
+
+/// Builds a program from `files`. Objects and programs that were already compiled from the same sources are reused. One
+/// thread for each core compiles, because most tests wait for the program.
 fn build(files: &[PathBuf], name: &str, sanitise: bool) -> PathBuf {
-    let source = program(files, name != "plain");
     let options: &[&str] = match sanitise {
         true => &["-g", "-O1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
         // With the processor's own fused multiply-add. Not contracting products keeps the bytes.
         false if cfg!(target_arch = "x86_64") => &["-O3", "-march=native"],
         false => &["-O3"],
     };
-    let mut hash = sha2::Sha256::new();
-    hash.update(format!("{} {options:?} {source}", compiler()));
-    let compiled_with = ["row_tiles.metal", "short_prompt.metal", "expert_tiles.metal"];
-    let always = ["shim/host.h", "shim/fiber.h", "quant.metal", "tiles.metal", "host/main.cpp"];
-    for file in always.iter().chain(&compiled_with).map(|f| kernels().join(f)).collect::<Vec<_>>().iter().chain(files) {
-        hash.update(fs::read(file).unwrap());
-    }
-    let key: String = hash.finalize()[..8].iter().map(|b| format!("{b:02x}")).collect();
-    let dir = Path::new(env!("CARGO_TARGET_TMPDIR"));
-    let program = dir.join(format!("{name}-{key}"));
-    let lock = fs::File::create(dir.join(format!("{name}.lock"))).unwrap();
-    lock.lock().unwrap();
-    if program.exists() {
-        return program;
-    }
-    let input = dir.join(format!("{name}-{key}.cpp"));
-    let output = dir.join(format!("{name}-{key}.{}", std::process::id()));
-    fs::write(&input, source).unwrap();
-    let mut command = Command::new(compiler());
-    command.args(["-std=c++17", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-unused", "-Wno-unknown-pragmas"]);
-    command.args(options);
-    let done = command.arg("-I").arg(kernels()).arg(&input).arg("-o").arg(&output).output();
-    let done = done.unwrap_or_else(|e| panic!("the kernels' host tests need a C++ compiler ({}): {e}", compiler()));
-    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
-    fs::rename(output, &program).unwrap();
-    program
+    let units = units(files, name != "plain");
+    let next = AtomicUsize::new(0);
+    let threads = std::thread::available_parallelism().map_or(1, usize::from).min(units.len());
+    let work = || -> Vec<PathBuf> {
+        let mine = std::iter::from_fn(|| units.get(next.fetch_add(1, Relaxed)));
+        mine.map(|unit| object(unit, options)).collect()
+    };
+    let mut objects: Vec<PathBuf> = std::thread::scope(|scope| {
+        let workers: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
+        workers.into_iter().flat_map(|worker| worker.join().unwrap()).collect()
+    });
+    objects.sort();
+    let paths: Vec<&Path> = objects.iter().map(PathBuf::as_path).collect();
+    let key = hex_hash(&paths.iter().map(|path| path.as_os_str().as_encoded_bytes()).collect::<Vec<_>>());
+    made_once(&format!("{name}-{key}"), |output| {
+        compile(options, &[&paths[..], &[Path::new("-o"), output]].concat());
+    })
 }
 
 /// A running program and its memory.

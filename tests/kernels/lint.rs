@@ -272,7 +272,9 @@ fn host_program_compiles_with_libcxx() {
     if absent() || is_missing("libc++", &[LIBCXX, &["-include", "version"]].concat()) {
         return;
     }
-    clang(LIBCXX, &crate::host::source()).unwrap_or_else(|complaints| panic!("{complaints}"));
+    for unit in crate::host::all_units() {
+        clang(LIBCXX, &unit.source).unwrap_or_else(|complaints| panic!("{complaints}"));
+    }
 }
 
 #[test]
