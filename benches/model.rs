@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! cargo bench --bench model -- MODEL [--depths 1024,32768] [--kv-bits 16,8] [--tokens 16] [--rounds 5] [--threads N]
-//!     [--gpu] [--f32] [--wait] [--blank] [--turns] [--checkpoints] [--passes 2,4,8]
+//!     [--gpu] [--f32] [--wait] [--blank] [--turns] [--checkpoints] [--passes 2,4,8 [--likeliest]]
 //! ```
 //!
 //! Each depth gets a prompt of that many tokens, then `--tokens` more in every round.
@@ -16,6 +16,7 @@
 //! | `--turns` | each round waits for a line on standard input and prints `turn`, so that two builds can alternate |
 //! | `--checkpoints` | take a snapshot after each round's tokens while the previous one exists, as decoding does |
 //! | `--passes` | measure only passes of one row and of these row counts, alternating; one row of each is accepted |
+//! | `--likeliest` | passes of several rows return likeliest tokens, as at temperature 0, instead of logits |
 //!
 //! Prints CSV:
 //!
@@ -35,7 +36,7 @@ use moestro_compute::{
     ops::KvBits,
 };
 use moestro_model::{
-    model::{LoadOptions, Model, PAGE, Qwen, QwenState, Rows, SequenceState, Snapshot},
+    model::{LoadOptions, Model, PAGE, PassHooks, Qwen, QwenState, Rows, SequenceState, Snapshot},
     plan::PlanOptions,
 };
 use std::{io::BufRead, path::Path, sync::Arc, time::Instant};
@@ -43,6 +44,7 @@ use std::{io::BufRead, path::Path, sync::Arc, time::Instant};
 struct Bench {
     model: Qwen,
     seed: u64,
+    likeliest: bool,
 }
 
 impl Bench {
@@ -91,7 +93,10 @@ impl Bench {
             if rows == 1 {
                 self.model.forward(state, &ids, Rows::Last).expect("a token");
             } else {
-                self.model.verify(state, &ids).expect("rows");
+                // At temperature 0, the engine needs only the likeliest token after each row.
+                let likeliest_below = self.likeliest.then_some(self.model.info().vocab);
+                let mut hooks = PassHooks { likeliest_below, ..PassHooks::default() };
+                self.model.forward_with(state, &ids, Rows::Verify, &mut hooks).expect("rows");
                 state.reject(rows - 1).expect("rows to take back");
             }
             spent += begin.elapsed().as_secs_f64();
@@ -167,7 +172,7 @@ fn main() {
     let footprint = model.footprint();
     let experts = (footprint.layers * footprint.experts_per_token) as u64 * footprint.expert;
     println!("weights,{}", footprint.trunk - footprint.gathered + experts);
-    let mut bench = Bench { model, seed: 1 };
+    let mut bench = Bench { model, seed: 1, likeliest: args.iter().any(|arg| arg == "--likeliest") };
     let each = depths.iter().flat_map(|depth| bits.iter().map(move |bits| (*depth, *bits)));
     let mut states: Vec<(usize, (&str, KvBits), QwenState)> = Vec::new();
     for (depth, bits) in each {

@@ -81,6 +81,27 @@ fn logits_and_state_are_the_same() {
     }
 }
 
+/// A verify that needs only the likeliest tokens computes the same tokens and the same state.
+#[test]
+fn verify_returns_the_likeliest_tokens() {
+    for kv_bits in [KvBits::Sixteen, KvBits::Eight] {
+        let (mut model, control) = model(kv_bits);
+        let [(mut one, _), (mut other, _)] = [(); 2].map(|()| start(&mut model, &PROMPT));
+        for (n, usable) in (0..).zip([VOCAB, 50, 5, 1, VOCAB + 9]) {
+            control.lock().unwrap().seed = Some(n);
+            let ids: Vec<u32> = (0..=3 * n as u32).map(|id| id * 31 % 96).collect();
+            let logits = model.verify(&mut other, &ids).unwrap();
+            let mut hooks = PassHooks { likeliest_below: Some(usable), ..PassHooks::default() };
+            assert_eq!(model.forward_with(&mut one, &ids, Rows::Verify, &mut hooks).unwrap().rows(), 0);
+            let likeliest = |row| argmax(&logits.row(row)[..usable.min(VOCAB)]);
+            assert_eq!(hooks.likeliest, (0..ids.len()).map(likeliest).collect::<Vec<_>>(), "{kv_bits:?}, {usable}");
+            [&mut one, &mut other].into_iter().for_each(|state| state.reject(ids.len() / 2).unwrap());
+        }
+        let [one, other] = [&mut one, &mut other].map(|state| model.snapshot(state).unwrap());
+        assert!(one.len == other.len && one.state == other.state, "{kv_bits:?}");
+    }
+}
+
 #[test]
 fn other_passes_keep_the_logits() {
     let (mut model, control) = model(KvBits::Sixteen);

@@ -5,7 +5,7 @@ use super::{
     constraint::{MaskWorker, TokenMask},
     queue::SubmittedRequest,
     request::{Event, Finish, Request, Timings},
-    sampler::{Sampler, logprobs},
+    sampler::{RowOutput, Sampler, logprobs},
     speculation::PendingRows,
 };
 use crate::error::EngineError;
@@ -66,12 +66,15 @@ impl PartialAnswer {
     ) -> Result<StepOutput, Abort> {
         let row = self.rows.current().ok_or(EngineError::NoLogits)?;
         let mask = self.masks.as_ref().map_or(Ok(TokenMask::Any), MaskWorker::next_mask)?;
-        let id = self.sampler.draw(row, &mask).ok_or(EngineError::NoLogits)?;
+        let id = self.sampler.draw_from(row, &mask).ok_or(EngineError::NoLogits)?;
         if rules.eos.contains(&id) && (self.masks.is_some() || !request.ignore_eos) {
             self.rows.end_answer(id);
             return Ok(StepOutput { events: Vec::new(), finish: Some(Finish::Stop) });
         }
-        let logprobs = request.logprobs.map(|top| logprobs(row, id, top, rules.usable_vocab));
+        let logprobs = match (request.logprobs, row) {
+            (Some(top), RowOutput::Logits(logits)) => Some(logprobs(logits, id, top, rules.usable_vocab)),
+            _ => None,
+        };
         if let Some(masks) = &self.masks {
             masks.append(id);
         }

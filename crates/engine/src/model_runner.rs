@@ -291,11 +291,13 @@ impl<M: Model> ModelRunner<M> {
 
     /// Evaluates the last token of one request, together with a draft if no other sequence decodes.
     fn advance(&mut self, live: &mut LiveRequest<M::State>, decoding: usize) -> Result<(), Abort> {
-        let max_tokens = live.submitted.request.max_tokens;
+        let Request { max_tokens, logprobs, .. } = live.submitted.request;
+        let needs_logits = logprobs.is_some();
         let Some((sequence, answer)) = live.decoding() else { return Ok(()) };
         let PartialAnswer { rows, sampler, masks, last: Some(id), timings, .. } = answer else { return Ok(()) };
         let remaining = max_tokens - timings.generated_tokens;
-        let token = SampledToken { id: *id, sampler, masks: masks.as_ref(), remaining, is_alone: decoding <= 1 };
+        let is_alone = decoding <= 1;
+        let token = SampledToken { id: *id, sampler, masks: masks.as_ref(), needs_logits, remaining, is_alone };
         Ok(self.speculator.advance(sequence, &mut self.model, rows, &token, timings)?)
     }
 

@@ -51,6 +51,14 @@ pub struct Sampler {
     weights: Vec<f32>,
 }
 
+/// What a pass has computed for a row from which a token is sampled.
+#[derive(Debug, Clone, Copy)]
+pub enum RowOutput<'a> {
+    Logits(&'a [f32]),
+    /// The likeliest token, for an answer that needs no logits.
+    Likeliest(u32),
+}
+
 /// A token with its logit or its weight. A weight is the probability times a factor that is the same for all tokens.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct TokenCandidate {
@@ -76,6 +84,17 @@ impl Sampler {
             sampler.counts.extend(prompt.iter().map(|&id| (id, 0)));
         }
         sampler
+    }
+
+    /// Samples the token after a row and counts it as part of the answer. Returns `None` if no token is possible.
+    pub fn draw_from(&mut self, row: RowOutput<'_>, mask: &TokenMask) -> Option<u32> {
+        match row {
+            RowOutput::Logits(logits) => self.draw(logits, mask),
+            RowOutput::Likeliest(id) => {
+                self.position += 1;
+                (id != u32::MAX).then_some(id)
+            }
+        }
     }
 
     /// Samples the token after `logits` and counts it as part of the answer. Returns `None` if no token is possible.
@@ -120,6 +139,11 @@ impl Sampler {
             _ => return None,
         };
         Some(NextToken { usable: self.usable, choice })
+    }
+
+    /// Set if the next calls of [`Sampler::draw`] without a mask choose the likeliest of the ids below this number.
+    pub fn likeliest_below(&self) -> Option<usize> {
+        (self.sampling.temperature <= 0.0 && !self.adjusts()).then_some(self.usable)
     }
 
     /// Copies the progress of `other`, a sampler of the same answer.

@@ -106,7 +106,7 @@ impl<S: SequenceState> Sequence<S> {
     }
 
     /// Evaluates and appends `id`. Also evaluates `drafted` tokens, which may be rejected. Returns one row of logits
-    /// per token.
+    /// per token. With `likeliest_below`, may return the likeliest tokens instead: see [`PassHooks::likeliest_below`].
     ///
     /// [`Sequence::accept`] confirms drafted tokens in order. [`Sequence::settle`] discards the tokens that were not
     /// confirmed.
@@ -115,12 +115,14 @@ impl<S: SequenceState> Sequence<S> {
         model: &mut M,
         id: u32,
         drafted: &[u32],
-    ) -> Result<Logits, ModelError> {
+        likeliest_below: Option<usize>,
+    ) -> Result<(Logits, Vec<u32>), ModelError> {
         let rows: Vec<u32> = [&[id], drafted].concat();
-        let logits = model.forward_with(&mut self.state, &rows, Rows::Verify, &mut PassHooks::default())?;
+        let mut hooks = PassHooks { likeliest_below, ..PassHooks::default() };
+        let logits = model.forward_with(&mut self.state, &rows, Rows::Verify, &mut hooks)?;
         self.tokens.push(id);
         self.unconfirmed = drafted.len();
-        Ok(logits)
+        Ok((logits, hooks.likeliest))
     }
 
     /// Appends the next drafted token, `id`, because the sampler accepted it.

@@ -232,6 +232,11 @@ impl Model for MockModel {
             }
             None => self.evaluate(state, ids, rows, hooks)?,
         };
+        if let (Some(usable), Rows::Verify) = (hooks.likeliest_below, rows) {
+            let likeliest = |row: &[f32]| argmax(&row[..usable.min(row.len())]).unwrap_or(u32::MAX);
+            hooks.likeliest = logits.chunks(self.vocab).map(likeliest).collect();
+            return Ok(Logits::default());
+        }
         if let Some(NextToken { usable, .. }) =
             hooks.next.filter(|_| self.decodes_ahead && state.tokens.len() < self.context)
         {

@@ -6,7 +6,12 @@ use super::{
     draft::{Draft, DraftKind, DraftRequest, TokenHistory},
     draft_sampler::DraftSampler,
 };
-use crate::{constraint::MaskWorker, request::Timings, sampler::Sampler, sequence::Sequence};
+use crate::{
+    constraint::MaskWorker,
+    request::Timings,
+    sampler::{RowOutput, Sampler},
+    sequence::Sequence,
+};
 use moestro_base::metrics::Metrics;
 use moestro_model::{
     error::ModelError,
@@ -44,7 +49,9 @@ pub struct Speculator<M> {
 /// The rows of logits of one forward pass, from which tokens are sampled one after another.
 pub struct PendingRows {
     logits: Logits,
-    /// The rows of `logits` that belong to the sequence.
+    /// The likeliest token of each row, if the pass has computed no logits.
+    likeliest: Vec<u32>,
+    /// The rows of `logits` or `likeliest` that belong to the sequence.
     rows: Range<usize>,
     /// Index of the row to sample next, counted from the start of `rows`.
     current: usize,
@@ -72,7 +79,8 @@ impl PendingRows {
         let rows = row..logits.rows().min(row + 1);
         let drafting = Duration::ZERO;
         let [drafted_end, is_rejected] = [false; 2];
-        Self { logits, rows, current: 0, drafted: Vec::new(), drafted_end, is_rejected, begun: None, drafting }
+        let (likeliest, drafted) = Default::default();
+        Self { logits, likeliest, rows, current: 0, drafted, drafted_end, is_rejected, begun: None, drafting }
     }
 
     /// Number of rows in the pass that belong to the sequence.
@@ -80,10 +88,11 @@ impl PendingRows {
         self.rows.len()
     }
 
-    /// The logits from which to sample the next token.
-    pub fn current(&self) -> Option<&[f32]> {
+    /// The row from which to sample the next token.
+    pub fn current(&self) -> Option<RowOutput<'_>> {
         let row = self.rows.start + self.current;
-        self.rows.contains(&row).then(|| self.logits.row(row))
+        let of_row = || self.likeliest.get(row).map(|id| RowOutput::Likeliest(*id));
+        self.rows.contains(&row).then(|| of_row().unwrap_or_else(|| RowOutput::Logits(self.logits.row(row))))
     }
 
     /// Records that `id`, which was sampled from the current row, ends the answer.
@@ -107,6 +116,7 @@ impl PendingRows {
     /// Discards the remaining rows.
     pub fn clear(&mut self) {
         self.drafted.clear();
+        self.likeliest.clear();
         (self.logits, self.current, self.begun) = (Logits::default(), self.rows.len(), None);
     }
 
@@ -123,6 +133,8 @@ pub struct SampledToken<'a> {
     pub id: u32,
     pub sampler: &'a Sampler,
     pub masks: Option<&'a MaskWorker>,
+    /// True if the answer needs the logits of its tokens.
+    pub needs_logits: bool,
     /// Maximum number of tokens that may follow in the answer.
     pub remaining: usize,
     /// False while several sequences decode. Drafts would then cost more time than they save, and the next pass will
@@ -264,16 +276,28 @@ impl<M: Model> Speculator<M> {
             drafting = (self.now)() - begun;
         }
         self.metrics.draft_width.set(drafted.len() as i64 + 1);
-        let logits = if drafted.is_empty() {
+        let (logits, likeliest) = if drafted.is_empty() {
             let mut hooks = PassHooks { next: self.next_token(token), ..PassHooks::default() };
-            sequence.extend(model, &[id], Rows::Last, &mut hooks)?
+            (sequence.extend(model, &[id], Rows::Last, &mut hooks)?, Vec::new())
         } else {
-            sequence.verify(model, id, &drafted)?
+            let needs_logits = token.needs_logits || token.masks.is_some();
+            let likeliest_below = token.sampler.likeliest_below().filter(|_| !needs_logits);
+            sequence.verify(model, id, &drafted, likeliest_below)?
         };
         let own = 0..drafted.len() + 1;
         let begun = Some(begun);
         let [drafted_end, is_rejected] = [false; 2];
-        *rows = PendingRows { logits, rows: own, current: 0, drafted, drafted_end, is_rejected, begun, drafting };
+        *rows = PendingRows {
+            logits,
+            likeliest,
+            rows: own,
+            current: 0,
+            drafted,
+            drafted_end,
+            is_rejected,
+            begun,
+            drafting,
+        };
         Ok(())
     }
 

@@ -114,7 +114,7 @@ fn timed(mut mock: MockModel, mode: DraftPolicy, request: &Request) -> (Vec<u32>
     let mut ids = Vec::new();
     let begun = CLOCK.get();
     loop {
-        let id = sampler.draw(rows.current().unwrap(), &TokenMask::Any).unwrap();
+        let id = sampler.draw_from(rows.current().unwrap(), &TokenMask::Any).unwrap();
         ids.push(id);
         if ids.len() == request.max_tokens {
             return (ids, CLOCK.get() - begun, timings);
@@ -123,10 +123,13 @@ fn timed(mut mock: MockModel, mode: DraftPolicy, request: &Request) -> (Vec<u32>
             id,
             sampler: &sampler,
             masks: None,
+            needs_logits: false,
             remaining: request.max_tokens - ids.len(),
             is_alone: true,
         };
         speculator.advance(&mut sequence, &mut mock, &mut rows, &token, &mut timings).unwrap();
+        let has_logits = matches!(rows.current(), Some(RowOutput::Logits(_)));
+        assert_eq!(has_logits, rows.len() == 1, "a greedy answer needs no logits of drafted rows");
         // Later rows belong to the same pass, so they take no additional time.
         if rows.current == 0 {
             CLOCK.set(CLOCK.get() + Duration::from_millis(1));

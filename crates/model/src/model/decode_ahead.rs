@@ -23,6 +23,7 @@ use super::{
     Logits, NextToken, SequenceState,
     device_state::DeviceState,
     forward::{
+        PassOutput,
         buffers::Buffers,
         pass::{Chunk, SequenceRow, SnapshotMarks},
     },
@@ -49,7 +50,7 @@ pub fn forward(
     let passes: Vec<Arc<PassAhead>> = rows.iter_mut().filter_map(|(state, _)| state.ahead.take()).collect();
     let places: Vec<usize> = if passes.is_empty() {
         collect(&mut device.ahead, device.backend.as_mut());
-        run_rows(parts, device, rows, (Some(0), false), None)?;
+        run_rows(parts, device, rows, (Some(0), false), PassOutput::Submitted)?;
         (0..rows.len()).collect()
     } else {
         check_tokens(rows, &passes)?;
@@ -123,8 +124,7 @@ fn read_and_continue(
     let is_possible = next.len() == rows.len() && rows.len() <= half && rows.iter().all(has_room);
     let chosen: Vec<_> = places.iter().zip(next).map(|(place, next)| (*place, next.choice)).collect();
     let count = next.iter().map(|next| next.usable).min().unwrap_or(0).min(config.vocab);
-    let words = Sample::scratch_words(&chosen, count).filter(|words| words * 4 <= buffers.partials.len);
-    let scratch = words.filter(|_| is_possible).map(|words| buffers.partials.floats(words));
+    let scratch = buffers.sample_scratch(&chosen, count).filter(|_| is_possible);
     let Buffers { logits, ids, .. } = buffers;
     let sample = scratch.map(|scratch| Sample { rows: &chosen, count, stride: config.vocab, logits, scratch, ids });
     // The pass of the next tokens uses the other half of the tables.
@@ -133,7 +133,7 @@ fn read_and_continue(
         device.backend.execute(&sample.into())?;
         // The wait for these logits must not include the next pass.
         device.backend.flush()?;
-        run_rows(parts, device, rows, (Some(first), true), None)?;
+        run_rows(parts, device, rows, (Some(first), true), PassOutput::Submitted)?;
     }
     let mut logits = parts.new_logits(device, rows.len());
     let mut unread = &mut logits[..];
@@ -162,7 +162,7 @@ pub fn run_rows(
     device: &mut DeviceState,
     rows: &mut [(&mut QwenState, u32)],
     (table_row, id_on_device): (Option<usize>, bool),
-    logits: Option<&mut [f32]>,
+    output: PassOutput<'_>,
 ) -> Result<(), ModelError> {
     let count = rows.len();
     for (state, id) in &mut *rows {
@@ -181,7 +181,7 @@ pub fn run_rows(
     };
     let chunk = Chunk { table_row, id_on_device, logits: 0..count, size: parts.pass_size(count), ..chunk };
     let mut states: Vec<&mut QwenState> = rows.iter_mut().map(|(state, _)| &mut **state).collect();
-    parts.run_pass(device, &mut states, chunk, None, SnapshotMarks::default(), logits)?;
+    parts.run_pass(device, &mut states, chunk, None, SnapshotMarks::default(), output)?;
     for state in states {
         state.len += 1;
         state.next += 1;

@@ -108,6 +108,11 @@ pub struct PassHooks<'a> {
     /// Called before each layer. If it returns `false`, the pass fails with [`ModelError::GivenUp`], and the sequence
     /// is unusable.
     pub keep_going: Option<&'a dyn Fn() -> bool>,
+    /// Set if a verify needs only the likeliest token after each row, of the ids below this number.
+    pub likeliest_below: Option<usize>,
+    /// The likeliest tokens, if a verify returns them instead of logits. [`u32::MAX`] if there is none, because every
+    /// logit is NaN or negative infinity.
+    pub likeliest: Vec<u32>,
     /// Set if the caller will probably extend the sequence by a token that is chosen in this way. A GPU may then choose
     /// and evaluate this token already: see [`SequenceState::ahead`].
     pub next: Option<NextToken>,

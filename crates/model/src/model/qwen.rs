@@ -7,7 +7,10 @@ use super::{
     decode_ahead,
     device_state::DeviceState,
     drafts::mtp::{HiddenRows, MtpPrediction, PassDevice},
-    forward::pass::{Chunk, SnapshotMarks},
+    forward::{
+        PassOutput,
+        pass::{Chunk, SnapshotMarks},
+    },
     hidden_taps::TapBuffers,
     model_parts::ModelParts,
     positions::RowPositions,
@@ -27,7 +30,7 @@ use moestro_base::platform::os::MemoryLevel;
 use moestro_compute::{
     device::CpuDevice,
     experts::ExpertStore,
-    ops::{Embedding, KvBits, Linear, ModelPart},
+    ops::{Embedding, KvBits, Linear, ModelPart, TokenChoice},
 };
 use std::{sync::Arc, time::Instant};
 
@@ -221,7 +224,7 @@ impl Qwen {
 
     /// [`Model::forward_with`] with [`Rows::Verify`].
     pub fn verify(&mut self, state: &mut QwenState, ids: &[u32]) -> Result<Logits, ModelError> {
-        self.verify_after(0, state, ids)
+        self.verify_after(0, state, ids, &mut PassHooks::default())
     }
 
     /// Adds more rows to the verify of the last call. [`SequenceState::reject`](super::SequenceState::reject) then
@@ -230,7 +233,7 @@ impl Qwen {
         if state.verified == 0 {
             return Err(ModelError::Config("there is no verify to continue".into()));
         }
-        self.verify_after(state.verified, state, ids)
+        self.verify_after(state.verified, state, ids, &mut PassHooks::default())
     }
 
     /// Computes the rows of an image, unless they are cached.
@@ -307,7 +310,7 @@ impl Qwen {
             Rows::None => 0,
             Rows::Last => ids.len().min(1),
             Rows::All => ids.len(),
-            Rows::Verify => return self.verify_after(0, state, ids),
+            Rows::Verify => return self.verify_after(0, state, ids, hooks),
         };
         if let ([id], false) = (ids, hooks.is_prompt) {
             let device = &mut self.device;
@@ -341,8 +344,8 @@ impl Qwen {
             let marks_here = SnapshotMarks::new(here);
             let (logits_here, after) = unfilled.split_at_mut(chunk.logits.len() * self.parts.config.vocab);
             unfilled = after;
-            let reached =
-                self.parts.run_pass(device, &mut [state], chunk, hooks.keep_going, marks_here, Some(logits_here))?;
+            let output = PassOutput::Logits(logits_here);
+            let reached = self.parts.run_pass(device, &mut [state], chunk, hooks.keep_going, marks_here, output)?;
             for ((row, delta), rings) in reached.rows.iter().zip(reached.states).zip(reached.rings) {
                 let fixed = [delta, rings].concat();
                 let next = positions.next_after(*row);
@@ -375,11 +378,18 @@ impl Qwen {
             return decode_ahead::forward(&self.parts, device, rows, next);
         }
         let mut logits = self.parts.new_logits(device, count);
-        decode_ahead::run_rows(&self.parts, device, rows, (None, false), Some(&mut logits))?;
+        decode_ahead::run_rows(&self.parts, device, rows, (None, false), PassOutput::Logits(&mut logits))?;
         Ok(self.parts.keep_logits(device, logits))
     }
 
-    fn verify_after(&mut self, before: usize, state: &mut QwenState, ids: &[u32]) -> Result<Logits, ModelError> {
+    /// Runs a verify after `before` rows of the last one.
+    fn verify_after(
+        &mut self,
+        before: usize,
+        state: &mut QwenState,
+        ids: &[u32],
+        hooks: &mut PassHooks<'_>,
+    ) -> Result<Logits, ModelError> {
         self.parts.check_ids(state.len, ids)?;
         let config = &self.parts.config;
         let device = &mut self.device;
@@ -396,10 +406,19 @@ impl Qwen {
             commit: Commit::verify_after(before),
             ..Chunk::new(ids, state.len, RowPositions::new(state.next, state.len, &[]))
         };
-        let mut logits = self.parts.new_logits(device, rows);
+        let choices = [(0, TokenChoice::LIKELIEST); MAX_VERIFY_ROWS];
+        let has_scratch = |usable: &usize| device.buffers.sample_scratch(&choices[..rows], *usable).is_some();
+        let usable = hooks.likeliest_below.map(|usable| usable.min(config.vocab));
+        let usable = usable.filter(|usable| device.limits.is_async && has_scratch(usable));
+        let mut logits = self.parts.new_logits(device, if usable.is_some() { 0 } else { rows });
+        hooks.likeliest = vec![0; if usable.is_some() { rows } else { 0 }];
+        let output = match usable {
+            Some(usable) => PassOutput::Likeliest { usable, ids: &mut hooks.likeliest },
+            None => PassOutput::Logits(&mut logits),
+        };
         // If the verify fails, its rows cannot be rejected.
         state.verified = 0;
-        self.parts.run_pass(device, &mut [state], chunk, None, SnapshotMarks::default(), Some(&mut logits))?;
+        self.parts.run_pass(device, &mut [state], chunk, None, SnapshotMarks::default(), output)?;
         state.verified = before + rows;
         state.len += rows;
         state.next += rows;

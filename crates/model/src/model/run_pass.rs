@@ -4,7 +4,7 @@ use super::{
     Logits,
     device_state::DeviceState,
     forward::{
-        self,
+        self, PassOutput,
         pass::{Chunk, ImageRows, LayerHooks, Pass, SnapshotMarks},
     },
     model_parts::ModelParts,
@@ -117,9 +117,8 @@ impl ModelParts {
         Ok(())
     }
 
-    /// Runs one pass. Fills `logits` with the rows that the chunk asks for. If `logits` is `None`, only submits the
-    /// pass. Returns the snapshot marks with the states recorded at these marks. Several `states` must share buffers and
-    /// have no rows to replay.
+    /// Runs one pass and fills `output`. Returns the snapshot marks with the states recorded at these marks. Several
+    /// `states` must share buffers and have no rows to replay.
     pub fn run_pass<'a>(
         &'a self,
         device: &'a mut DeviceState,
@@ -127,7 +126,7 @@ impl ModelParts {
         chunk: Chunk<'a>,
         keep_going: Option<&'a dyn Fn() -> bool>,
         marks: SnapshotMarks,
-        logits: Option<&mut [f32]>,
+        output: PassOutput<'_>,
     ) -> Result<SnapshotMarks, ModelError> {
         if states.iter().any(|state| state.ahead.is_some()) {
             return Err(ModelError::Config("the sequence already contains the token that follows".into()));
@@ -173,7 +172,7 @@ impl ModelParts {
                 &mut together
             }
         };
-        forward::forward(net, state, &mut pass, &mut hooks, logits)?;
+        forward::forward(net, state, &mut pass, &mut hooks, output)?;
         Ok(hooks.marks)
     }
 }

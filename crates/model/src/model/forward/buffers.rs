@@ -6,7 +6,10 @@ use crate::model::{
 };
 use moestro_compute::{
     device::Region,
-    ops::{BackendLimits, ExpertGroup, HalfBuffers, MoeBuffers, MoeWeights, StreamBuffers, StreamShape},
+    ops::{
+        BackendLimits, ExpertGroup, HalfBuffers, MoeBuffers, MoeWeights, Sample, StreamBuffers, StreamShape,
+        TokenChoice,
+    },
 };
 use std::ops::Range;
 
@@ -297,6 +300,13 @@ impl Buffers {
         let rope = self.rope.rows(first, count, config.attention.rope_dim);
         let sequences = self.sequences.rows(first, count, 2);
         Self { rope, sequences, logits: self.logits.rows(first, count, config.vocab), ..*self }
+    }
+
+    /// Memory for choosing tokens from the first `usable` logits of `rows`. `None` if the device cannot choose from so
+    /// many.
+    pub fn sample_scratch(&self, rows: &[(usize, TokenChoice)], usable: usize) -> Option<Region> {
+        let words = Sample::scratch_words(rows, usable)?;
+        (words * 4 <= self.partials.len).then(|| self.partials.floats(words))
     }
 
     /// The residual between layers: `h`, or all streams.

@@ -5,7 +5,10 @@ use crate::{
     error::ModelError,
     model::weights::{Network, Residual},
 };
-use moestro_compute::{device::Region, ops::Linear};
+use moestro_compute::{
+    device::Region,
+    ops::{Linear, Sample, TokenChoice},
+};
 use std::ops::Range;
 
 /// Fills `out` with `rms_norm(h) W_head^T` for the rows whose logits the chunk asks for, at most [`LOGIT_ROWS`] at a
@@ -18,6 +21,20 @@ pub fn read_logits(net: &Network, pass: &mut Pass<'_>, out: &mut [f32]) -> Resul
         pass.backend.read_floats(pass.buffers.logits, out)?;
     }
     Ok(())
+}
+
+/// Fills `ids` with the likeliest token of each row whose logits the chunk asks for, of the ids below `usable`. There
+/// must be scratch for this, see [`Buffers::sample_scratch`](super::buffers::Buffers::sample_scratch).
+pub fn read_likeliest(net: &Network, pass: &mut Pass<'_>, usable: usize, ids: &mut [u32]) -> Result<(), ModelError> {
+    write_logits(net, pass, pass.chunk.logits.clone())?;
+    let b = pass.buffers;
+    let rows: Vec<_> = (0..ids.len()).map(|row| (row, TokenChoice::LIKELIEST)).collect();
+    let Some(scratch) = b.sample_scratch(&rows, usable) else {
+        return Err(ModelError::Config(format!("cannot choose from {} rows of logits on the device", rows.len())));
+    };
+    let stride = pass.config.vocab;
+    pass.execute(Sample { rows: &rows, count: usable, stride, logits: b.logits, scratch, ids: b.ids })?;
+    Ok(pass.backend.read_words(b.ids, ids)?)
 }
 
 /// Computes the logits of at most [`LOGIT_ROWS`] rows into the buffer for logits.

@@ -33,26 +33,41 @@ use crate::{
 use moestro_compute::ops::{Embedding, Mlp};
 use pass::{LayerHooks, PartInput, Pass};
 
-/// Runs a chunk through the whole network and fills `logits` with the rows that the chunk asks for. If `logits` is
-/// `None`, submits the work without waiting, and the logits stay in [`Buffers::logits`](buffers::Buffers::logits).
-/// `state` has the states of all layers, of all sequences of the chunk.
+/// What the caller wants from the rows whose logits the chunk asks for.
+pub enum PassOutput<'a> {
+    /// Nothing yet. The work is submitted without waiting, and the logits stay in
+    /// [`Buffers::logits`](buffers::Buffers::logits).
+    Submitted,
+    Logits(&'a mut [f32]),
+    /// The likeliest token of each row, of the ids below `usable`.
+    Likeliest {
+        usable: usize,
+        ids: &'a mut [u32],
+    },
+}
+
+/// Runs a chunk through the whole network and fills `output`. `state` has the states of all layers, of all sequences of
+/// the chunk.
 pub fn forward(
     net: &Network,
     state: &mut [LayerState],
     pass: &mut Pass<'_>,
     hooks: &mut LayerHooks<'_>,
-    logits: Option<&mut [f32]>,
+    output: PassOutput<'_>,
 ) -> Result<(), ModelError> {
+    let is_only_submitted = matches!(output, PassOutput::Submitted);
     pass.backend.set_half_buffers(pass.chunk.half.then_some(pass.buffers.half));
     let done = embed(net, pass).and_then(|()| forward_layers(net, state, pass, hooks));
     pass.backend.set_half_buffers(None);
-    let Some(logits) = logits else {
-        let written = done.and_then(|()| head::write_logits(net, pass, pass.chunk.logits.clone()));
-        let submitted = written.and_then(|()| Ok(pass.backend.flush()?));
-        return if submitted.is_ok() { submitted } else { pass.finish(submitted) };
-    };
-    let done = done.and_then(|()| head::read_logits(net, pass, logits));
-    pass.finish(done)
+    let done = done.and_then(|()| match output {
+        PassOutput::Submitted => {
+            head::write_logits(net, pass, pass.chunk.logits.clone())?;
+            Ok(pass.backend.flush()?)
+        }
+        PassOutput::Logits(logits) => head::read_logits(net, pass, logits),
+        PassOutput::Likeliest { usable, ids } => head::read_likeliest(net, pass, usable, ids),
+    });
+    if done.is_ok() && is_only_submitted { Ok(()) } else { pass.finish(done) }
 }
 
 /// `h = embed[ids]`. Tokens of images get the rows of the images instead.
