@@ -196,7 +196,7 @@ async fn logprobs_of_prompts_count_as_memory() {
     assert_eq!(server.ask(PATH, &body(300, 1, false)).await["choices"].as_array().unwrap().len(), 1);
     assert!(server.stream(PATH, &body(300, 4, true)).await.len() >= 4);
     server.idle().await;
-    assert_eq!(server.metrics.request_memory.get(), 0);
+    server.metric("moestro_request_memory_bytes 0").await;
 }
 
 /// The second choice waits until the first one is written, with its log-probabilities.
@@ -214,7 +214,7 @@ async fn waiting_choice_counts_as_memory() {
         let has_error = text.contains("memory_in_use") || text.contains("request_too_large");
         assert_eq!(has_error, is_refused, "{n} x {tokens}");
         server.idle().await;
-        assert_eq!(server.metrics.request_memory.get(), 0);
+        server.metric("moestro_request_memory_bytes 0").await;
     }
 }
 
