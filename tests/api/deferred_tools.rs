@@ -5,8 +5,9 @@ use super::server::{CALLS_WITH_WORD, EOS, Server, Setup, demo, mixes, serve_chec
 use moestro_engine::Options;
 use moestro_model::model::LoadOptions;
 use serde_json::{Value, json};
-use std::path::PathBuf;
+use std::{path::PathBuf, thread::available_parallelism};
 use test_support::mutate::Dice;
+use tokio::task::JoinSet;
 
 const MESSAGES: &str = "/v1/messages";
 const RESPONSES: &str = "/v1/responses";
@@ -306,20 +307,26 @@ fn random_conversation(api: Api, dice: &mut Dice) -> Vec<Vec<Value>> {
 
 #[tokio::test]
 async fn answer_after_searches_equals_that_of_fresh_server() {
-    compare_with_fresh_server(Dice(54), 8).await;
+    compare_with_fresh_server(0..8).await;
 }
 
-/// The environment variable `MOESTRO_MIXES` sets the number of conversations.
+/// The environment variable `MOESTRO_MIXES` sets the number of conversations. Each two cores have their own servers.
 #[tokio::test]
 #[ignore = "long: 40 random conversations"]
 async fn answers_after_many_searches_equal_those_of_fresh_server() {
-    compare_with_fresh_server(Dice(100), mixes() as usize).await;
+    let workers = available_parallelism().map_or(1, |cores| cores.get().div_ceil(2));
+    let mut tasks = JoinSet::new();
+    for worker in 0..workers {
+        tasks.spawn(compare_with_fresh_server((100..100 + mixes()).skip(worker).step_by(workers)));
+    }
+    tasks.join_all().await;
 }
 
 /// Sends random conversations turn by turn, and their last turns to a server that has not cached them.
-async fn compare_with_fresh_server(mut dice: Dice, rounds: usize) {
+async fn compare_with_fresh_server(seeds: impl Iterator<Item = u64>) {
     let [one, other] = [demo_server().await, demo_server().await];
-    for round in 0..rounds {
+    for seed in seeds {
+        let mut dice = Dice(seed);
         let api = *dice.pick(&APIS);
         let deferred = ["a", "b", "c", "d"].map(|name| api.tool(name, json!({"defer_loading": true})));
         let tools = [&[api.search(), api.tool("head", json!({}))][..], &deferred].concat();
@@ -333,7 +340,7 @@ async fn compare_with_fresh_server(mut dice: Dice, rounds: usize) {
         let warm = server_answer(&one, api, &last).await;
         let mut cold = last.clone();
         cold["cache_prompt"] = false.into();
-        assert_eq!(warm, server_answer(&other, api, &cold).await, "round {round}: {last}");
+        assert_eq!(warm, server_answer(&other, api, &cold).await, "seed {seed}: {last}");
     }
 }
 
