@@ -5,11 +5,7 @@
 //! number of formats. `MOESTRO_FORMATS_SEED` sets the seed of the first format. `MOESTRO_MUTATE_SECONDS` sets the time
 //! after which no further format starts.
 
-#![cfg(target_os = "linux")]
-
-#[path = "support/format_check.rs"]
-mod format_check;
-
+use crate::{counting::cpu_time, format_check};
 use std::{
     env, fs,
     time::{Duration, Instant},
@@ -27,14 +23,6 @@ const MEMORY: u64 = 256 << 20;
 
 fn from_env(name: &str, default: u64) -> u64 {
     env::var(name).map_or(default, |text| text.parse().unwrap())
-}
-
-/// CPU time that all threads have used so far.
-fn cpu_time() -> Duration {
-    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: the call writes to `time`, which lives long enough.
-    assert_eq!(unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &mut time) }, 0);
-    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
 #[test]

@@ -1,58 +1,13 @@
 //! Counts heap allocations on all threads after decoding has warmed up. There must be few allocations per token, and
 //! their number must not grow with the context. Also checks that the plan includes the memory of a prompt chunk.
 
-mod common;
-
-use common::load_with;
-use moestro_model::model::{LoadOptions, Model, Qwen, QwenState, Rows, cpu_scratch};
-use std::{
-    alloc::{GlobalAlloc, Layout, System},
-    path::Path,
-    sync::atomic::{AtomicU64, Ordering::Relaxed},
+use crate::{
+    common::load_with,
+    counting::{BYTES, CALLS, in_use},
 };
-
-/// The system's allocator, with counters.
-struct Counting;
-
-static CALLS: AtomicU64 = AtomicU64::new(0);
-static BYTES: AtomicU64 = AtomicU64::new(0);
-static FREED: AtomicU64 = AtomicU64::new(0);
-
-fn count(bytes: usize) {
-    CALLS.fetch_add(1, Relaxed);
-    BYTES.fetch_add(bytes as u64, Relaxed);
-}
-
-// SAFETY: every call is forwarded unchanged to the system's allocator.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        count(layout.size());
-        // SAFETY: the call is forwarded unchanged.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        count(layout.size());
-        // SAFETY: the call is forwarded unchanged.
-        unsafe { System.alloc_zeroed(layout) }
-    }
-
-    unsafe fn realloc(&self, at: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        count(size);
-        FREED.fetch_add(layout.size() as u64, Relaxed);
-        // SAFETY: the call is forwarded unchanged.
-        unsafe { System.realloc(at, layout, size) }
-    }
-
-    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
-        FREED.fetch_add(layout.size() as u64, Relaxed);
-        // SAFETY: the call is forwarded unchanged.
-        unsafe { System.dealloc(at, layout) }
-    }
-}
-
-#[global_allocator]
-static ALLOCATOR: Counting = Counting;
+use moestro_model::model::{LoadOptions, Model, Qwen, QwenState, Rows, cpu_scratch};
+use std::{path::Path, sync::atomic::Ordering::Relaxed};
+use test_support::own_process::ran_in_own_process;
 
 const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo");
 
@@ -69,9 +24,13 @@ fn measure(model: &mut Qwen, state: &mut QwenState, tokens: u32) -> (u64, u64) {
     (calls / u64::from(tokens), bytes / u64::from(tokens))
 }
 
-/// Checks that the plan includes the memory of a chunk, except for the buffers that every device has. The plan must not
-/// be much larger than this memory.
-fn check_chunk_is_planned() {
+/// The plan includes the memory of a chunk, except for the buffers that every device has. The plan must not be much
+/// larger than this memory.
+#[test]
+fn memory_of_a_chunk_is_planned() {
+    if ran_in_own_process(memory_of_a_chunk_is_planned) {
+        return;
+    }
     const FEW: usize = 256;
     const MANY: usize = 2048;
     let mut options = LoadOptions { threads: Some(2), ..LoadOptions::default() };
@@ -81,7 +40,7 @@ fn check_chunk_is_planned() {
     let mut held = [FEW, MANY].map(|rows| {
         let ids: Vec<u32> = (0..rows as u32).map(|index| index * 71 % 1500).collect();
         model.forward(&mut state, &ids, Rows::None).unwrap();
-        BYTES.load(Relaxed) - FREED.load(Relaxed)
+        in_use() as u64
     });
     held[1] -= held[0];
     let (taken, planned) = (held[1] / (MANY - FEW) as u64, cpu_scratch(model.config())[0]);
@@ -89,14 +48,11 @@ fn check_chunk_is_planned() {
     assert!(taken <= planned && taken > planned / 2, "{taken} bytes a row, {planned} planned");
 }
 
-/// There is only one test, since the allocations of parallel tests would be counted, too.
 #[test]
-fn allocations_stay_within_bounds() {
-    check_chunk_is_planned();
-    check_decode_allocations();
-}
-
-fn check_decode_allocations() {
+fn decode_allocations_stay_within_bounds() {
+    if ran_in_own_process(decode_allocations_stay_within_bounds) {
+        return;
+    }
     let mut options = LoadOptions { threads: Some(2), ..LoadOptions::default() };
     options.plan.context = Some(6000);
     let mut model = load_with(Path::new(DEMO), options);

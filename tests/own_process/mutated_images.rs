@@ -3,47 +3,11 @@
 //!
 //! A run takes a few seconds. An ignored test tries 5,000 pictures. `fuzz/fuzz_targets/image.rs` runs without end.
 
+use crate::counting::{cpu_time, peak_of};
 use moestro_model::model::{ImageLimits, ImageProcessor};
-use std::{
-    alloc::{GlobalAlloc, Layout, System},
-    collections::HashSet,
-    io::Write,
-    ops::Range,
-    sync::atomic::{AtomicUsize, Ordering::Relaxed},
-    time::{Duration, Instant},
-};
+use std::{collections::HashSet, io::Write, ops::Range, time::Duration};
 use test_support::mutate::Dice;
 use test_support::own_process::ran_in_own_process;
-
-/// The system's allocator with counters: the number of bytes in use, and their maximum since the last reset.
-struct Measuring;
-
-static IN_USE: AtomicUsize = AtomicUsize::new(0);
-static PEAK: AtomicUsize = AtomicUsize::new(0);
-
-// SAFETY: every call is forwarded unchanged to the system's allocator.
-unsafe impl GlobalAlloc for Measuring {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        PEAK.fetch_max(IN_USE.fetch_add(layout.size(), Relaxed) + layout.size(), Relaxed);
-        // SAFETY: the call is forwarded unchanged.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        PEAK.fetch_max(IN_USE.fetch_add(layout.size(), Relaxed) + layout.size(), Relaxed);
-        // SAFETY: the call is forwarded unchanged.
-        unsafe { System.alloc_zeroed(layout) }
-    }
-
-    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
-        IN_USE.fetch_sub(layout.size(), Relaxed);
-        // SAFETY: the call is forwarded unchanged.
-        unsafe { System.dealloc(at, layout) }
-    }
-}
-
-#[global_allocator]
-static ALLOCATOR: Measuring = Measuring;
 
 /// Maximum number of additional bytes for reading a header. The largest part is the colour profile of a PNG.
 const HEADER_BYTES: usize = 4 << 20;
@@ -55,13 +19,12 @@ fn processor() -> ImageProcessor {
 
 /// Prepares a picture. Returns true if the picture could be decoded. Checks size, time and memory.
 fn prepare(processor: &ImageProcessor, encoded: &[u8], what: &str) -> bool {
-    let begun = Instant::now();
-    let before = IN_USE.load(Relaxed);
-    PEAK.store(before, Relaxed);
-    let announced = processor.working_bytes(encoded);
-    let prepared = processor.prepare(encoded, None);
-    let used = PEAK.load(Relaxed).saturating_sub(before);
-    assert!(begun.elapsed() < Duration::from_secs(60), "{what}: {:?}", begun.elapsed());
+    let begun = cpu_time();
+    let ((announced, prepared), used) =
+        peak_of(|| (processor.working_bytes(encoded), processor.prepare(encoded, None)));
+    // Not the elapsed time, which other processes lengthen.
+    let taken = cpu_time() - begun;
+    assert!(taken < Duration::from_secs(60), "{what}: {taken:?}");
     let most = announced.unwrap_or(0) + HEADER_BYTES;
     assert!(used <= most, "{what}: {used} bytes used, {most} announced");
     if let Ok(image) = &prepared {
@@ -145,10 +108,7 @@ fn hostile_metadata_takes_no_uncounted_memory() {
     }
     let processor = processor();
     let check = |file: &[u8], is_shown: bool, what: &str| {
-        let before = IN_USE.load(Relaxed);
-        PEAK.store(before, Relaxed);
-        let header = processor.working_bytes(file);
-        let used = PEAK.load(Relaxed).saturating_sub(before);
+        let (header, used) = peak_of(|| processor.working_bytes(file));
         let most = ImageProcessor::header_bytes(file);
         assert!(used <= most, "{what}: {used} bytes used for the header, {most} announced");
         assert_eq!(header.is_ok(), is_shown, "{what}: {header:?}");
