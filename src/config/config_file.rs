@@ -363,7 +363,8 @@ fn source_of_error(
     let value = text(ContextKind::InvalidValue)?;
     let is_typed = |arg: &OsString| {
         let arg = arg.to_string_lossy();
-        arg == value || arg.strip_suffix(value).is_some_and(|flag| flag.ends_with('=') || flag.len() == 2)
+        let is_short = |flag: &str| flag.len() == 2 && flag.starts_with('-') && !value.is_empty();
+        arg == value || arg.strip_suffix(value).is_some_and(|flag| flag.ends_with('=') || is_short(flag))
     };
     if args.iter().any(is_typed) {
         return None;

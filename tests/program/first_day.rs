@@ -54,6 +54,8 @@ fn wrong_value_names_file_or_variable() {
     assert!(text.contains("invalid value 'y' for the environment variable MOESTRO_PORT: invalid digit"), "{text}");
     let sound = tempfile::tempdir().unwrap();
     write_settings(sound.path(), "port = 80\n");
+    let text = output_of(sound.path(), &["MOESTRO_THREADS="], &["config", "-c", "4096"]);
+    assert!(text.contains("invalid value '' for the environment variable MOESTRO_THREADS: it must"), "{text}");
     let text = output_of(sound.path(), &[], &["config", "--port", "z"]);
     assert!(text.contains("invalid value 'z' for '--port <PORT>'"), "{text}");
 }
