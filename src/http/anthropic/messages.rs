@@ -37,7 +37,8 @@ pub async fn count_tokens(server: Generator, body: Body) -> Result<Json<Value>, 
 }
 
 async fn read(state: &ServerState, body: Body) -> Result<(MessagesRequest, MemoryPermit), ApiError> {
-    let (common, mut request, permit) = body::request::<_, MessagesRequest>(state, body, fields::MESSAGES).await?;
+    let (common, mut request, permit) =
+        body::request::<_, MessagesRequest>(state, body, fields::MESSAGES, true).await?;
     request.common = common;
     Ok((request, permit))
 }

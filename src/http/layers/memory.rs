@@ -2,9 +2,7 @@
 //!
 //! A request gets memory from its [`MemoryPermit`]s before it allocates. A request is refused with 503 if other requests
 //! hold the memory, and with 413 if it would not fit even alone. All estimates of memory are in this file.
-//!
-//! A request that waits holds the memory of its body. The memory of a step is reserved when the step's turn comes, so
-//! waiting requests do not hold it.
+//! The memory of a step is reserved when its turn comes, so waiting requests do not hold it.
 //!
 //! Expensive work (parsing, rendering, tokenizing) runs on blocking threads, one or two steps at a time, in order of
 //! arrival. A step cannot be cancelled, so steps are short: a disconnected client is noticed after the current step.
@@ -178,11 +176,6 @@ impl RequestMemory {
     /// The first permit of a request, without bytes. [`MemoryPermit::reserve`] makes its other permits.
     pub fn permit(self: &Arc<Self>) -> MemoryPermit {
         MemoryPermit::new(self.clone(), Arc::default())
-    }
-
-    /// The first permit of a request, with `bytes`.
-    pub fn reserve(self: &Arc<Self>, bytes: usize) -> Result<MemoryPermit, ApiError> {
-        self.permit().reserve(bytes)
     }
 
     fn release(self: &Arc<Self>, bytes: usize) {
@@ -510,22 +503,15 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn waiting_steps_hold_no_working_memory() {
+    async fn waiting_step_holds_no_working_memory() {
         let memory = memory(1 << 20);
-        let (release, wait) = std::sync::mpsc::channel::<()>();
-        let first = memory.permit();
-        let running = tokio::spawn(async move { first.run_with(600 << 10, move || wait.recv()).await });
-        while memory.gauge.get() == 0 {
-            tokio::time::sleep(Duration::from_millis(1)).await;
-        }
-        let second = memory.permit();
-        let mut waiting = std::pin::pin!(second.run_with(600 << 10, || 7));
-        assert!(tokio::time::timeout(Duration::from_millis(20), &mut waiting).await.is_err(), "its turn has not come");
-        assert_eq!(memory.gauge.get(), 600 << 10);
-        drop(release);
-        assert_eq!(waiting.await.unwrap(), 7);
-        running.await.unwrap().unwrap().unwrap_err();
+        let running = memory.steps.clone().acquire_owned().await.unwrap();
+        let permit = memory.permit();
+        let mut waiting = std::pin::pin!(permit.run_with(600 << 10, || 7));
+        assert!(tokio::time::timeout(Duration::from_millis(20), &mut waiting).await.is_err());
         assert_eq!(memory.gauge.get(), 0);
+        drop(running);
+        assert_eq!(waiting.await.unwrap(), 7);
     }
 
     #[tokio::test]

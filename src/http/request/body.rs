@@ -71,18 +71,24 @@ fn grow(kept: &mut Vec<u8>, len: usize, content_length: usize, permit: &mut Memo
     Ok(())
 }
 
-/// Reads and parses a request. The permit holds the memory of the values twice: while they are parsed beside the text of
-/// the body, and later while they are translated or rendered, and their images decoded.
+/// Reads and parses a request. The permit holds the memory of the values and of the text of the body. The latter is
+/// needed again for translated texts, decoded images and the rendered prompt.
 pub async fn json<T>(state: &ServerState, body: Body) -> Result<(T, MemoryPermit), ApiError>
 where
     T: DeserializeOwned + Send + 'static,
 {
-    parsed(state, body, parse).await
+    parsed(state, body, false, parse).await
 }
 
 /// Reads a generation request in two parts: the fields `C` that several requests share, and the fields of `T`. `known`
-/// lists the fields of both. (An error within serde's `flatten` would not name its field.)
-pub async fn request<C, T>(state: &ServerState, body: Body, known: FieldTable) -> Result<(C, T, MemoryPermit), ApiError>
+/// lists the fields of both. (An error within serde's `flatten` would not name its field.) If the request is translated
+/// to other values, the permit holds their memory, too.
+pub async fn request<C, T>(
+    state: &ServerState,
+    body: Body,
+    known: FieldTable,
+    is_translated: bool,
+) -> Result<(C, T, MemoryPermit), ApiError>
 where
     C: DeserializeOwned + Send + 'static,
     T: DeserializeOwned + Send + 'static,
@@ -91,18 +97,24 @@ where
         let object = checked(bytes, known)?;
         Ok((typed(&object)?, typed(object)?))
     };
-    let ((common, request), permit) = parsed(state, body, both).await?;
+    let ((common, request), permit) = parsed(state, body, is_translated, both).await?;
     Ok((common, request, permit))
 }
 
-async fn parsed<T, P>(state: &ServerState, body: Body, parse: P) -> Result<(T, MemoryPermit), ApiError>
+async fn parsed<T, P>(
+    state: &ServerState,
+    body: Body,
+    is_translated: bool,
+    parse: P,
+) -> Result<(T, MemoryPermit), ApiError>
 where
     T: Send + 'static,
     P: FnOnce(&[u8]) -> Result<T, ApiError> + Send + 'static,
 {
     let mut permit = state.memory.permit();
     let bytes = read(body, state.body_limit, state.timeouts.body, &mut permit).await?;
-    permit.resize(2 * memory::parsed_bytes(&bytes).max(bytes.capacity()))?;
+    let parsed = memory::parsed_bytes(&bytes);
+    permit.grow(if is_translated { 2 * parsed - bytes.len() } else { parsed })?;
     let read = if bytes.len() < SMALL_BODY { parse(&bytes)? } else { permit.run(move || parse(&bytes)).await?? };
     Ok((read, permit))
 }
@@ -293,11 +305,11 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn permit_holds_the_values_twice() {
+    async fn permit_holds_text_and_values() {
         let state = ServerState::new(Metrics::new("0", "cpu"), None, None);
         for words in [3, 30_000] {
             let text = serde_json::json!({"prompt": "word ".repeat(words)}).to_string();
-            let held = 2 * memory::parsed_bytes(text.as_bytes());
+            let held = text.len() + memory::parsed_bytes(text.as_bytes());
             let (_, permit) = json::<CompletionRequest>(&state, Body::from(text)).await.unwrap();
             assert_eq!(permit.bytes(), held);
         }

@@ -137,7 +137,7 @@ async fn decode(
 ) -> Result<Result<Arc<Image>, NotShown>, ApiError> {
     let encoded = match part.source {
         ImageSource::Invalid(why) => Err(why.to_owned()),
-        // The memory of the parsed body includes the decoded copy of a text.
+        // The permit holds the memory of the body's text, which the decoded copy uses.
         ImageSource::Base64(text) => permit.run(move || decode_base64(&text)).await?.map(|encoded| (encoded, None)),
         ImageSource::Url(url) => downloads.fetch(url, permit).await?.map(|(encoded, own)| (encoded, Some(own))),
     };

@@ -69,7 +69,7 @@ pub async fn get(
         Some(Ok(number)) => number.saturating_add(1),
         Some(Err(_)) => return Err(ApiError::wrong_value("starting_after", "must be the number of an event.")),
     };
-    let permit = state.memory.reserve(memory::parsed_bytes(&text) * STREAM_COPIES)?;
+    let permit = state.memory.permit().reserve(memory::parsed_bytes(&text) * STREAM_COPIES)?;
     let stored: Value = body::parse(&text)?;
     let write = |frames: Frames| async move { renderer::replay(state, stored, first_event, &frames) };
     Ok(body_guard::hold(sse::respond(StreamFormat::Events, write), permit))

@@ -74,7 +74,8 @@ pub async fn read(
     state: &ServerState,
     body: Body,
 ) -> Result<(ResponsesRequest, Vec<Value>, Vec<Value>, MemoryPermit), ApiError> {
-    let (common, request, mut permit) = body::request::<_, ResponsesRequest>(state, body, fields::RESPONSES).await?;
+    let (common, request, mut permit) =
+        body::request::<_, ResponsesRequest>(state, body, fields::RESPONSES, true).await?;
     // In the Responses API, `stream_options` only controls obfuscation, which this server does not have.
     let mut request = ResponsesRequest { common: CommonFields { stream_options: None, ..common }, ..request };
     let history = match &request.previous_response_id {

@@ -94,7 +94,7 @@ impl ResponseStore {
             let Some(oldest) = entries.responses.pop_front() else { return };
             entries.bytes -= oldest.bytes;
         }
-        let permit = self.memory.as_ref().map(|memory| memory.reserve(bytes));
+        let permit = self.memory.as_ref().map(|memory| memory.permit().reserve(bytes));
         let Ok(permit) = permit.transpose() else { return };
         entries.bytes += bytes;
         let output = output.cloned().unwrap_or_default();
