@@ -4,20 +4,20 @@
 use serde_json::{Map, Value, json};
 
 /// Version of the text editor from which `insert` has its text in `insert_text`, as in `memory`. Before, it is `new_str`.
-const INSERT_TEXT: u32 = 2025_07_28;
+const INSERT_TEXT: &str = "20250728";
 
 /// Version of the text editor from which `undo_edit` is gone.
-const NO_UNDO: u32 = 2025_04_29;
+const NO_UNDO: &str = "20250429";
 
 /// Versions of the computer that add actions.
-const MORE_ACTIONS: u32 = 2025_01_24;
-const ZOOM: u32 = 2025_11_24;
+const MORE_ACTIONS: &str = "20250124";
+const ZOOM: &str = "20251124";
 
 /// The description and the schema of a tool, for its type: the name of a family and a date. `None` for tools that the
 /// client does not run. A later date than those known here means the newest known version.
 pub fn definition(tool: &Value) -> Option<(String, Value)> {
     let (family, date) = tool["type"].as_str()?.rsplit_once('_')?;
-    let date = date.parse().ok().filter(|_| date.len() == 8)?;
+    let date = Some(date).filter(|date| date.len() == 8 && date.bytes().all(|byte| byte.is_ascii_digit()))?;
     match family {
         "bash" => Some(bash()),
         "text_editor" => Some(text_editor(date)),
@@ -79,7 +79,7 @@ fn file_parameters(commands: &[&str], insert: &str) -> Map<String, Value> {
     parameters
 }
 
-fn text_editor(date: u32) -> (String, Value) {
+fn text_editor(date: &str) -> (String, Value) {
     let commands = ["view", "create", "str_replace", "insert", "undo_edit"];
     let commands = if date < NO_UNDO { &commands[..] } else { &commands[..4] };
     let insert = if date < INSERT_TEXT { "new_str" } else { "insert_text" };
@@ -97,7 +97,7 @@ fn memory() -> (String, Value) {
     (description.to_owned(), schema(parameters.into(), &["command"]))
 }
 
-fn computer(tool: &Value, date: u32) -> (String, Value) {
+fn computer(tool: &Value, date: &str) -> (String, Value) {
     let has_zoom = date >= ZOOM && tool["enable_zoom"] == true;
     let mut actions = vec![
         "key",
@@ -147,15 +147,15 @@ mod tests {
     #[test]
     fn versions_have_their_own_parameters() {
         let has = |kind: &str, names: &[&str]| names.iter().map(|name| parameters(kind).get(name).is_some()).collect();
-        let editor = |date: u32| -> Vec<bool> { has(&format!("text_editor_{date}"), &["insert_text", "new_str"]) };
-        assert_eq!([2024_10_22, 2025_04_29, 2025_07_28].map(editor), [[false, true], [false, true], [true, true]]);
-        let undoes = |date: u32| {
+        let editor = |date: &str| -> Vec<bool> { has(&format!("text_editor_{date}"), &["insert_text", "new_str"]) };
+        assert_eq!(["20241022", "20250429", "20250728"].map(editor), [[false, true], [false, true], [true, true]]);
+        let undoes = |date: &str| {
             let commands = parameters(&format!("text_editor_{date}"))["command"]["enum"].take();
             commands.as_array().unwrap().contains(&"undo_edit".into())
         };
-        assert_eq!([2024_10_22, 2025_01_24, 2025_04_29, 2025_07_28].map(undoes), [true, true, false, false]);
-        let computer = |date: u32| -> Vec<bool> { has(&format!("computer_{date}"), &["scroll_amount", "region"]) };
-        assert_eq!([2024_10_22, 2025_01_24, 2025_11_24].map(computer), [[false, false], [true, false], [true, true]]);
+        assert_eq!(["20241022", "20250124", "20250429", "20250728"].map(undoes), [true, true, false, false]);
+        let computer = |date: &str| -> Vec<bool> { has(&format!("computer_{date}"), &["scroll_amount", "region"]) };
+        assert_eq!(["20241022", "20250124", "20251124"].map(computer), [[false, false], [true, false], [true, true]]);
     }
 
     #[test]
