@@ -13,6 +13,18 @@ fn tools() -> Vec<Value> {
     }}}})]
 }
 
+/// The tool of [`tools`], named `f` and `g`.
+fn tools_f_and_g() -> Vec<Value> {
+    let mut second = tools().remove(0);
+    second["function"]["name"] = "g".into();
+    vec![tools().remove(0), second]
+}
+
+/// Number of random answers of a test.
+fn answer_count() -> u64 {
+    std::env::var("MOESTRO_CALLS").ok().and_then(|count| count.parse().ok()).unwrap_or(400)
+}
+
 /// Deltas of some pieces as text. Deltas of the same kind are joined. Ids are checked and left out.
 fn pieces<'a>(
     in_reasoning: bool,

@@ -5,12 +5,6 @@ use super::{
     *,
 };
 
-fn tools_f_and_g() -> Vec<Value> {
-    let mut second = tools().remove(0);
-    second["function"]["name"] = "g".into();
-    vec![tools().remove(0), second]
-}
-
 /// The deltas of an answer, which are the same character by character.
 fn parse(in_reasoning: bool, text: &str) -> Vec<String> {
     let whole = pieces(in_reasoning, &tools_f_and_g(), [text], false);
@@ -188,8 +182,7 @@ fn json_call(random: &mut Random, name: &str, arguments: &Value) -> String {
 
 #[test]
 fn broken_json_calls_have_expected_arguments() {
-    let count = std::env::var("MOESTRO_CALLS").ok().and_then(|count| count.parse().ok()).unwrap_or(400);
-    for seed in 0..count {
+    for seed in 0..answer_count() {
         let random = &mut Random::new(seed);
         let in_reasoning = random.below(4) == 0;
         let before = *random.pick(&["", "Let me look.\n\n", "It's `ls`:\n\n"]);

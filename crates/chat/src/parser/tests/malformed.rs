@@ -221,15 +221,9 @@ pub(super) fn answer(deltas: Vec<String>) -> (String, Vec<(String, Value)>) {
 
 #[test]
 fn broken_calls_have_expected_arguments() {
-    let count = std::env::var("MOESTRO_CALLS").ok().and_then(|count| count.parse().ok()).unwrap_or(400);
-    let tool = |name: &str| {
-        let mut tool = tools().remove(0);
-        tool["function"]["name"] = name.into();
-        tool
-    };
-    let tools = [tool("f"), tool("g")];
+    let tools = tools_f_and_g();
     let mut failures = Vec::new();
-    for seed in 0..count {
+    for seed in 0..answer_count() {
         let random = &mut Random::new(seed);
         let in_reasoning = random.below(4) == 0;
         let before = *random.pick(&["", "Let me look.\n\n", "It's `ls`:\n\n"]);
@@ -261,7 +255,7 @@ fn broken_calls_have_expected_arguments() {
     }
     assert!(
         failures.is_empty(),
-        "{} of {count} calls differ:\n{}",
+        "{} calls differ:\n{}",
         failures.len(),
         failures[..failures.len().min(12)].join("\n")
     );

@@ -72,8 +72,7 @@ fn parse(text: &str) -> Vec<String> {
 
 #[test]
 fn calls_in_markdown_code_are_text() {
-    let count = std::env::var("MOESTRO_CALLS").ok().and_then(|count| count.parse().ok()).unwrap_or(400);
-    for seed in 0..count {
+    for seed in 0..answer_count() {
         let random = &mut Random::new(seed);
         let mut text = String::new();
         for _ in 0..1 + random.below(3) {
