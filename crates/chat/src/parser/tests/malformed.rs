@@ -253,12 +253,7 @@ fn broken_calls_have_expected_arguments() {
             failures.push(format!("seed {seed}:\n{text}\n--- {content:?} {calls:?}\n--- {expected:?}\n"));
         }
     }
-    assert!(
-        failures.is_empty(),
-        "{} calls differ:\n{}",
-        failures.len(),
-        failures[..failures.len().min(12)].join("\n")
-    );
+    assert!(failures.is_empty(), "{} calls differ:\n{}", failures.len(), failures[..failures.len().min(12)].join("\n"));
 }
 
 /// The arguments of the call with this body.
