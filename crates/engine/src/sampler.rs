@@ -51,7 +51,7 @@ pub struct Sampler {
     weights: Vec<f32>,
 }
 
-/// What a pass has computed for a row from which a token is sampled.
+/// Result of a pass for one row, from which a token is sampled.
 #[derive(Debug, Clone, Copy)]
 pub enum RowOutput<'a> {
     Logits(&'a [f32]),

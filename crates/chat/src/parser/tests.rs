@@ -70,9 +70,14 @@ fn cut(in_reasoning: bool, text: &str) -> Vec<String> {
 }
 
 fn ended(in_reasoning: bool, text: &str, cut: bool) -> Vec<String> {
-    let whole = pieces(in_reasoning, &tools(), [text], cut);
+    streamed(in_reasoning, &tools(), text, cut)
+}
+
+/// The deltas of an answer, which are the same for the whole text and character by character.
+fn streamed(in_reasoning: bool, tools: &[Value], text: &str, cut: bool) -> Vec<String> {
+    let whole = pieces(in_reasoning, tools, [text], cut);
     let single: Vec<String> = text.chars().map(String::from).collect();
-    assert_eq!(pieces(in_reasoning, &tools(), single.iter().map(String::as_str), cut), whole, "by character: {text:?}");
+    assert_eq!(pieces(in_reasoning, tools, single.iter().map(String::as_str), cut), whole, "by character: {text:?}");
     whole
 }
 

@@ -223,12 +223,10 @@ impl ValueScanner {
         let last = end != InputEnd::MoreToCome;
         while let Some(c) = text[self.position - self.consumed..].chars().next() {
             let rest = &text[self.position - self.consumed..];
-            let tag = match tag_at(rest) {
-                _ if c != '<' => TagAt::Other,
-                // A value may be about the tags of other formats.
-                TagAt::Found(Tag { kind: TagKind::ToolCall, is_exact: false, .. }) => TagAt::Other,
-                tag => tag,
-            };
+            let tag = if c == '<' { tag_at(rest) } else { TagAt::Other };
+            // A value may be about the tags of other formats.
+            let is_foreign = matches!(tag, TagAt::Found(Tag { kind: TagKind::ToolCall, is_exact: false, .. }));
+            let tag = if is_foreign { TagAt::Other } else { tag };
             let is_quoted = if matches!(tag, TagAt::Other) { Some(true) } else { self.quotes.enclose(rest, last) };
             match (is_quoted, tag) {
                 (None, _) => return false,

@@ -5,13 +5,8 @@ use super::{
     *,
 };
 
-/// The deltas of an answer, which are the same character by character.
 fn parse(in_reasoning: bool, text: &str) -> Vec<String> {
-    let whole = pieces(in_reasoning, &tools_f_and_g(), [text], false);
-    let characters: Vec<String> = text.chars().map(String::from).collect();
-    let streamed = pieces(in_reasoning, &tools_f_and_g(), characters.iter().map(String::as_str), false);
-    assert_eq!(streamed, whole, "{text}");
-    whole
+    streamed(in_reasoning, &tools_f_and_g(), text, false)
 }
 
 #[test]

@@ -61,13 +61,7 @@ fn inline(random: &mut Random, quote: &str) -> String {
 }
 
 fn parse(text: &str) -> Vec<String> {
-    let mut second = tools().remove(0);
-    second["function"]["name"] = "g".into();
-    let tools = [tools().remove(0), second];
-    let whole = pieces(false, &tools, [text], false);
-    let characters: Vec<String> = text.chars().map(String::from).collect();
-    assert_eq!(pieces(false, &tools, characters.iter().map(String::as_str), false), whole, "{text}");
-    whole
+    streamed(false, &tools_f_and_g(), text, false)
 }
 
 #[test]
