@@ -16,9 +16,6 @@ import argparse, bisect, math, random, statistics, subprocess, sys, threading, t
 
 import timed_stream
 
-own, serve = sys.argv[1:], []
-if "--" in own:
-    own, serve = own[: own.index("--")], own[own.index("--") + 1 :]
 parser = argparse.ArgumentParser()
 parser.add_argument("binary")
 parser.add_argument("model")
@@ -30,7 +27,8 @@ parser.add_argument("--fixed", action="store_true", help="all prompts of a clien
 parser.add_argument("--cpu", action="store_true", help="count the processor time of the server")
 parser.add_argument("--port", type=int, default=7502)
 parser.add_argument("--rows", help="write the requests to this file as CSV")
-args = parser.parse_args(own)
+parser.add_argument("serve", nargs="*", metavar="SERVE ARGS", help="arguments of the server, after --")
+args = parser.parse_intermixed_args()
 dice = random.Random(1)
 BIAS = {"2038": -100, "2040": -100}  # the demo's ends of an answer
 CHUNK = 0.5  # seconds
@@ -114,7 +112,7 @@ def shares(at, more):
     return [(request[at] - request[0]) / (times[at - 1] - request[0] + more) for request, times in zip(found, fair)]
 
 
-server = subprocess.Popen([args.binary, "serve", args.model, "--port", str(args.port), *serve], stdout=subprocess.PIPE)
+server = subprocess.Popen([args.binary, "serve", args.model, "--port", str(args.port), *args.serve], stdout=subprocess.PIPE)
 try:
     print(server.stdout.readline().decode().strip()[:200], flush=True)
     prompts, token = measure_alone()
