@@ -50,7 +50,7 @@ impl Random {
 }
 
 /// Texts that a walk tries to write as values: other types, Python's spelling, and tags.
-const TRAPS: [&str; 22] = [
+const TRAPS: [&str; 30] = [
     "null",
     "None",
     "true",
@@ -73,6 +73,14 @@ const TRAPS: [&str; 22] = [
     "</tool_call>",
     "<parameter=b>\nx",
     "a</parameter>\n</function>",
+    "</func\nx",
+    "\n</param>\n</ function>\n",
+    "a\n</parameter\n<tool",
+    "\n<|tool_call|>\n<invoke name=\"f\">\n",
+    "<tool_calls>\n{\"name\": \"f\", \"arguments\": {}}\n",
+    "<parameter name=\"b\">\nx",
+    "```\n</func>",
+    "\n<function_calls><",
 ];
 
 /// The text of a call. Each step takes a byte that continues a trap, or a byte that ends the value, or any byte.

@@ -176,6 +176,25 @@ mod tests {
     }
 
     #[test]
+    fn alternative_without_a_type_allows_strings() {
+        let typed = json!({"properties": {"p": {"type": "integer"}}});
+        for (other, may_be_string) in [
+            (json!({"required": ["p"]}), true),
+            (json!({"properties": {"p": true}}), true),
+            (json!({"additionalProperties": true}), true),
+            (json!({}), true),
+            (json!({"properties": {"p": {"type": "boolean"}}}), false),
+            (json!({"properties": {"q": {"type": "boolean"}}}), false),
+            (json!({"properties": {"p": false}}), false),
+            (json!({"additionalProperties": false}), false),
+        ] {
+            let types = JsonTypes::of(Some(&json!({"anyOf": [typed, other]})), "p");
+            assert_eq!(types.json("5"), "5", "{other}");
+            assert_eq!(types.may_be_string(), may_be_string, "{other}");
+        }
+    }
+
+    #[test]
     fn python_values_are_read_when_json_fails() {
         for (kind, text, expected) in [
             ("array", "[{'a': False, 'b': None}]", r#"[{"a": false, "b": null}]"#),

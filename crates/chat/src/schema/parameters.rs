@@ -28,9 +28,7 @@ pub fn parameter_sets<'a>(schema: &'a Value, document: &Document<'a>) -> Vec<Par
 
 /// The values of parameter `name` in any of the sets: how the parser reads it, because it does not know the set of a call.
 pub fn any_value(sets: &[ParameterSet<'_>], name: &str, document: &Document<'_>) -> ValueType {
-    let schemas = sets.iter().map(|set| set.schemas(name));
-    let objects = schemas.map(|schemas| schemas.into_iter().filter(|schema| schema.is_object()).collect::<Vec<_>>());
-    let values = objects.filter(|schemas| !schemas.is_empty()).map(|schemas| ValueType::of(&schemas, document));
+    let values = sets.iter().filter_map(|set| set.value(name, document));
     values.fold(ValueType::nothing(), ValueType::or)
 }
 
@@ -97,6 +95,18 @@ impl<'a> ParameterSet<'a> {
 
     pub fn is_required(&self, name: &str) -> bool {
         self.required().any(|required| required == name)
+    }
+
+    /// The values of parameter `name`. `None` if a call with this set does not have it.
+    fn value(&self, name: &str, document: &Document<'_>) -> Option<ValueType> {
+        let schemas = self.schemas(name);
+        let is_known = !schemas.is_empty() || self.names().contains(&name) || self.is_open();
+        is_known.then(|| ValueType::of(&schemas, document))
+    }
+
+    /// True if the set has any names and says nothing of their values.
+    fn is_open(&self) -> bool {
+        self.open_names().iter().any(|names| names.pattern.is_none() && names.schemas.is_empty())
     }
 
     /// The schemas that apply to the value of parameter `name`.
