@@ -399,6 +399,23 @@ async fn strict_tool_constrains_the_call() {
     }
 }
 
+/// A grammar allows tags that the reader otherwise takes for misspelt ones.
+#[tokio::test]
+async fn strict_text_may_have_misspelt_tags() {
+    let text = "x\n</param>\n<parameter name=\"b\">\ny";
+    let says = "</think>\n\n<tool_call>\n<function=f>\n<parameter=a>\nx\n</param>\n<parameter name=\"b\">\ny\n\
+                </parameter>\n</function>\n</tool_call>";
+    let server = Server::saying(says).await;
+    let schema =
+        json!({"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "string"}}, "required": ["a"]});
+    for (strict, input) in [(false, json!({"a": "x", "b": "y"})), (true, json!({"a": text}))] {
+        let tools = json!({"tools": [{"name": "f", "input_schema": schema, "strict": strict}]});
+        let answer = server.ask(PATH, &with(question(), tools)).await;
+        let call = answer["content"].as_array().unwrap().iter().find(|block| block["type"] == "tool_use").unwrap();
+        assert_eq!(call["input"], input, "strict: {strict}");
+    }
+}
+
 #[tokio::test]
 async fn huge_number_keeps_its_digits() {
     const BIG: &str = "</think>\n\n<tool_call>\n<function=get_weather>\n<parameter=days>\n1e999\n</parameter>\n\

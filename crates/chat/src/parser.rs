@@ -38,6 +38,9 @@
 //!   string. An incomplete value is kept, and becomes a string if it is not valid JSON;
 //! * a call that the token limit cuts stays open. Its arguments are invalid JSON, because the rest of them is unknown.
 //!   An incomplete tag is dropped.
+//!
+//! A call that a grammar constrains has none of these faults, so its values end at `</parameter>` only: see
+//! [`Parser::with_exact_calls`].
 
 mod argument;
 mod declared;
@@ -84,6 +87,8 @@ pub struct Parser {
     reasoning_ended_by_call: bool,
     /// Number of tool calls so far.
     calls: usize,
+    /// True if a grammar constrains the calls that start with `<tool_call>`.
+    calls_are_exact: bool,
     out: Vec<Delta>,
 }
 
@@ -139,8 +144,16 @@ impl Parser {
             spans: Vec::new(),
             reasoning_ended_by_call: false,
             calls: 0,
+            calls_are_exact: false,
             out: Vec::new(),
         }
+    }
+
+    /// Reads calls exactly as [`GrammarCompiler`](crate::GrammarCompiler) constrains them.
+    #[must_use]
+    pub fn with_exact_calls(mut self) -> Self {
+        self.calls_are_exact = true;
+        self
     }
 
     /// Takes the next piece of text.
@@ -340,14 +353,18 @@ impl Parser {
     /// Starts the call at the next `<tool_call>` or `<function=NAME>`.
     fn open_call(&mut self, end: InputEnd) -> StepResult {
         self.prose = Prose::default();
+        let mut is_exact = false;
         loop {
             let after = after_opening(self.rest()).unwrap_or_default().len();
             self.at = self.buffer.len() - after;
             match tag_at(self.rest()) {
                 TagAt::Found(Tag { kind: TagKind::Function(name), length, .. }) => {
-                    return self.start_call(name, length);
+                    return self.start_call(name, length, is_exact);
                 }
-                TagAt::Found(Tag { kind: TagKind::ToolCall, length, .. }) => self.at += length,
+                TagAt::Found(tag @ Tag { kind: TagKind::ToolCall, .. }) => {
+                    is_exact = self.calls_are_exact && tag.is_exact;
+                    self.at += tag.length;
+                }
                 _ => return self.json_calls(0, end),
             }
         }
@@ -357,11 +374,11 @@ impl Parser {
 /// Parsing inside a tool call.
 impl Parser {
     /// Starts a call whose header has `length` bytes.
-    fn start_call(&mut self, name: String, length: usize) -> StepResult {
+    fn start_call(&mut self, name: String, length: usize, is_exact: bool) -> StepResult {
         self.at += length;
         self.announce(name.clone());
         let parameters = self.tools.parameters(&name);
-        self.begin_body(PendingCall { name, parameters, seen: Vec::new(), empty: None })
+        self.begin_body(PendingCall { name, parameters, seen: Vec::new(), empty: None, is_exact })
     }
 
     fn announce(&mut self, name: String) {
@@ -561,7 +578,7 @@ impl Parser {
                 if in_call && extra.is_empty() && (is_exact || self.tools.has(&name)) =>
             {
                 self.at += skip;
-                self.start_call(name, length)
+                self.start_call(name, length, false)
             }
             TagAt::Found(Tag { kind, length, .. }) if kind.closes() => {
                 self.at += skip + length;

@@ -31,7 +31,16 @@ pub struct ChatParams {
     pub tools: Vec<Value>,
     /// True if the prompt ends inside the reasoning.
     pub in_reasoning: bool,
+    /// True if a grammar constrains the calls.
+    pub calls_are_exact: bool,
     pub parallel_tool_calls: bool,
+}
+
+impl ChatParams {
+    fn parser(&self) -> Parser {
+        let parser = Parser::new(self.in_reasoning, &self.tools);
+        if self.calls_are_exact { parser.with_exact_calls() } else { parser }
+    }
 }
 
 /// A checked request for one or more answers.
@@ -134,10 +143,10 @@ impl Choices {
         *seed = seed.map(|seed| seed.wrapping_add((index % self.n) as u64));
         let reader = match &self.chat {
             None => TextReader::Plain,
-            Some(ChatParams { tools, in_reasoning, parallel_tool_calls }) => TextReader::Chat {
-                parser: Box::new(Parser::new(*in_reasoning, tools)),
-                in_reasoning: *in_reasoning,
-                parallel_tool_calls: *parallel_tool_calls,
+            Some(chat) => TextReader::Chat {
+                parser: Box::new(chat.parser()),
+                in_reasoning: chat.in_reasoning,
+                parallel_tool_calls: chat.parallel_tool_calls,
             },
         };
         Generation::submit(model, &self.log, request, reader, self.stops.clone())

@@ -60,7 +60,8 @@ impl GenerationRequest {
                     sampling.logit_bias.extend(call.map(|id| (id, FORBIDDEN)));
                 }
                 images = placed;
-                (param, vec![ids], Some(ChatParams { tools, in_reasoning, parallel_tool_calls }))
+                let calls_are_exact = self.format.as_ref().is_some_and(|format| format.has_calls());
+                (param, vec![ids], Some(ChatParams { tools, in_reasoning, calls_are_exact, parallel_tool_calls }))
             }
         };
         let (tools, in_reasoning) = chat.as_ref().map_or((&[][..], false), |chat| (&*chat.tools, chat.in_reasoning));

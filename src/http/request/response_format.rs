@@ -64,6 +64,11 @@ impl RequestedFormat {
         let tools = (!tools.is_empty()).then_some(AllowedTools { tools, parallel });
         Some(Self { format: OutputFormat { content, tools }, field, tool_path })
     }
+
+    /// True if calls of tools are constrained.
+    pub fn has_calls(&self) -> bool {
+        self.format.tools.is_some()
+    }
 }
 
 /// The tools with these names, and their indices. `names` is `None` for all tools that the prompt defines.

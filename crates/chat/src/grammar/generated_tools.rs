@@ -421,15 +421,22 @@ fn forced_arguments(seed: u64, parameters: &Value) -> Result<Vec<(String, Value)
     let mut random = Random(seed);
     let walk = |_| {
         let text = random_call(constraint.clone(), &mut random);
-        let mut parser = Parser::new(false, &tools);
-        let mut arguments = String::new();
-        for delta in parser.push(&text).into_iter().chain(parser.finish(false)) {
-            match delta {
-                Delta::ToolCall { index: 0, .. } => {}
-                Delta::Arguments { json, .. } => arguments += &json,
-                other => panic!("{parameters}: {other:?} in {text:?}"),
+        let read = |pieces: &mut dyn Iterator<Item = &str>| {
+            let mut parser = Parser::new(false, &tools).with_exact_calls();
+            let mut deltas: Vec<Delta> = pieces.flat_map(|piece| parser.push(piece)).collect();
+            deltas.extend(parser.finish(false));
+            let mut arguments = String::new();
+            for delta in deltas {
+                match delta {
+                    Delta::ToolCall { index: 0, .. } => {}
+                    Delta::Arguments { json, .. } => arguments += &json,
+                    other => panic!("{parameters}: {other:?} in {text:?}"),
+                }
             }
-        }
+            arguments
+        };
+        let arguments = read(&mut [&*text].into_iter());
+        assert_eq!(read(&mut text.split_inclusive(|_| true)), arguments, "by character: {text:?}");
         let value = serde_json::from_str(&crate::json_numbers::quote_huge(&arguments));
         (text, value.unwrap_or_else(|error| panic!("{parameters}: {error}: {arguments}")))
     };

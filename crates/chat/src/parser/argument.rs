@@ -17,6 +17,8 @@ pub(super) struct PendingCall {
     pub seen: Vec<String>,
     /// The last argument, if its value is empty so far. The tag of its parameter may be repeated before the value.
     pub empty: Option<PendingArgument>,
+    /// True if a grammar constrains the call.
+    pub is_exact: bool,
 }
 
 impl PendingCall {
@@ -66,6 +68,11 @@ impl PendingArgument {
     pub fn is_complete(&self, text: &str) -> bool {
         let is_empty = text.trim().is_empty() && self.held.as_ref().is_some_and(|held| held.trim().is_empty());
         !self.types.may_be_string() && (is_empty || self.has_other_type(text))
+    }
+
+    /// True if the value that starts with `text` is an array or an object, whose strings may have any text.
+    pub fn is_nested(&self, text: &str) -> bool {
+        self.held.as_ref().is_some_and(|held| self.types.are_nested(&format!("{held}{text}")))
     }
 
     /// Takes the next piece of the value and returns the JSON that can be written.

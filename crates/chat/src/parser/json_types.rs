@@ -41,6 +41,15 @@ impl JsonTypes {
             && !["null", "None"].iter().any(|word| word.starts_with(start.trim()))
     }
 
+    /// True if a text that starts with `start` is an array or an object.
+    pub fn are_nested(&self, start: &str) -> bool {
+        match start.trim_start().chars().next() {
+            Some('[') => self.others.has_any(TypeSet::ARRAY),
+            Some('{') => self.others.has_any(TypeSet::OBJECT),
+            _ => false,
+        }
+    }
+
     /// Converts a parameter's raw text to JSON.
     ///
     /// Text that parses as an allowed type keeps the model's spelling, such as the digits of a number. Any other text

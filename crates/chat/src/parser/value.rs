@@ -170,6 +170,9 @@ impl ValueScanner {
 
     /// Reads on in `text`, the unconsumed text of the value.
     pub fn scan(&mut self, text: &str, end: InputEnd, context: &ValueContext<'_>) -> ValuePart {
+        if context.call.is_exact {
+            return self.scan_exact(text, end, context.argument);
+        }
         let is_ended = self.read(text, end, context);
         let at = |offset: usize| offset - self.consumed;
         let candidate = self.candidate.as_ref();
@@ -191,6 +194,24 @@ impl ValueScanner {
                 let is_half = self.has_crlf && text[..value].ends_with('\r');
                 ValuePart { value: value - usize::from(is_half), end: None }
             }
+        }
+    }
+
+    /// Ends the value at the first `</parameter>` that is not in a string of an array or object.
+    fn scan_exact(&self, text: &str, end: InputEnd, argument: &PendingArgument) -> ValuePart {
+        const TAG: &str = "\n</parameter>";
+        let tag = &TAG[1..];
+        let before = |at: usize| text[..at].strip_suffix('\n').map_or(at, str::len);
+        let starts_line = |at: usize| before(at) < at || self.consumed + at == 0;
+        let is_end = |at: &usize| starts_line(*at) || !argument.is_nested(&text[..*at]);
+        if let Some(at) = text.match_indices(tag).map(|(at, _)| at).find(is_end) {
+            return ValuePart { value: before(at), end: Some(at) };
+        }
+        let half = |tag: &str| (1..tag.len()).rev().find(|&length| text.ends_with(&tag[..length]));
+        let held = half(TAG).max(half(tag)).unwrap_or(0);
+        match end {
+            InputEnd::Complete => ValuePart { value: text.len(), end: Some(text.len()) },
+            _ => ValuePart { value: text.len() - held, end: None },
         }
     }
 
