@@ -6,7 +6,7 @@ use super::{
     disjoint, equivalents,
     format::{FormatError, plain_reason},
     look_ahead,
-    schema_references::{self, WITH_ARRAY, WITH_OBJECT, WITH_SCHEMA, subschemas},
+    schema_references::{self, subschemas},
     string_formats,
 };
 use crate::schema::{Document, ValueType, allows_nothing};
@@ -23,9 +23,6 @@ const MAX_SUBSCHEMAS: usize = 20_000;
 const MAX_PROPERTIES: usize = 1000;
 const MAX_DEPTH: usize = 64;
 
-/// Number of steps of [`disjoint::MAX_STEPS`] that reading the values of a part takes, besides one for each word.
-const VALUE_STEPS: usize = 10_000;
-
 /// White space between the parts of JSON: none, a space, or a new line and its indentation. Without a bound, a model
 /// could write white space up to its token limit.
 const WHITESPACE: &str = r" |\n[ \t]{0,40}";
@@ -36,23 +33,6 @@ const WHITESPACE: &str = r" |\n[ \t]{0,40}";
 const MAX_INTEGER: i64 = 10i64.pow(18);
 /// Largest bound that can be compiled for an integer.
 const MAX_INTEGER_BOUND: f64 = 9e18;
-
-/// Keywords whose value is copied, because it contains no schema.
-const COPIED: [&str; 10] = [
-    "const",
-    "enum",
-    "type",
-    "required",
-    "pattern",
-    "minimum",
-    "maximum",
-    "exclusiveMinimum",
-    "exclusiveMaximum",
-    "multipleOf",
-];
-
-/// Keywords whose value is a number of parts.
-const COUNTS: [&str; 6] = ["minItems", "maxItems", "minProperties", "maxProperties", "minLength", "maxLength"];
 
 /// Keywords that apply other schemas to the same value.
 const COMBINING: [&str; 8] = ["$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "dependentSchemas", "not"];
@@ -141,7 +121,7 @@ struct Preparation<'a> {
     strict: bool,
     subschemas_left: usize,
     properties_left: usize,
-    /// Steps that are left to compare alternatives.
+    /// Steps that are left to read values and to compare alternatives.
     steps_left: usize,
     /// Names in the prepared `$defs` of the parts that references lead to, by the address of the part.
     definition_names: HashMap<*const Value, String>,
@@ -166,84 +146,70 @@ impl<'a> Preparation<'a> {
         let mut patterns = Vec::new();
         for (key, value) in schema {
             let inner = format!("{path}.{key}");
-            let word = key.as_str();
-            if matches!(word, "$defs" | "definitions") {
-                continue;
-            }
-            if word == "$ref" {
-                prepared.insert(key.clone(), self.reference(whole, &inner)?.into());
-                continue;
-            }
-            if word == "unevaluatedProperties"
-                && *value == false
-                && !COMBINING.iter().any(|key| schema.contains_key(*key))
-            {
-                prepared.entry("additionalProperties").or_insert(Value::Bool(false));
-                continue;
-            }
-            if word == "type" {
-                check_type(value, &inner)?;
-            }
-            if word == "required" && !is_string_array(value) {
-                return Err(FormatError::new(&inner, "required must be an array of names"));
-            }
-            if let Some(parts) = value.as_str().filter(|_| word == "pattern").and_then(look_ahead::split) {
-                for part in parts.into_iter().map(Value::from) {
-                    patterns.extend(self.can_enforce_pattern(&part, &inner)?.then(|| json!({"pattern": part})));
+            let malformed = |kind: &str| Err(FormatError::new(&inner, format!("{key} must be {kind}")));
+            let value = match (key.as_str(), value) {
+                ("$ref", _) => self.reference(whole, &inner)?.into(),
+                ("unevaluatedProperties", Value::Bool(false))
+                    if !COMBINING.iter().any(|key| schema.contains_key(*key)) =>
+                {
+                    prepared.entry("additionalProperties").or_insert(Value::Bool(false));
+                    continue;
                 }
-                continue;
-            }
-            if word == "pattern" && !self.can_enforce_pattern(value, &inner)? {
-                continue;
-            }
-            if word == "format" && value.as_str().is_none_or(|format| !FORMATS.contains(&format)) {
-                continue;
-            }
-            if word == "propertyNames" {
-                // Checks the schema of the names.
-                self.subschema(value, &inner, depth + 1)?;
-                continue;
-            }
-            let value = if COUNTS.contains(&word) {
-                count(value, &inner)?
-            } else if COPIED.contains(&word) || word == "format" {
-                value.clone()
-            } else if WITH_OBJECT.contains(&word) {
-                let Value::Object(parts) = value else {
-                    return Err(FormatError::new(&inner, format!("{key} must be an object")));
-                };
-                if word == "properties" {
-                    self.spend_properties(parts.len(), &inner)?;
-                }
-                let mut prepared = Map::new();
-                for (name, part) in parts {
-                    let inner = format!("{inner}.{name}");
-                    if word != "patternProperties" || self.can_enforce_pattern(&name.as_str().into(), &inner)? {
-                        prepared.insert(name.clone(), self.subschema(part, &inner, depth + 1)?);
+                ("type", _) => check_type(value, &inner)?,
+                ("required", _) if !is_string_array(value) => return malformed("an array of names"),
+                ("pattern", _) => {
+                    let Value::String(pattern) = value else { return malformed("a string") };
+                    for part in look_ahead::split(pattern).unwrap_or_else(|| vec![pattern.clone()]) {
+                        patterns.extend(self.can_enforce_pattern(&part, &inner)?.then_some(part));
                     }
+                    continue;
                 }
-                Value::Object(prepared)
-            } else if WITH_ARRAY.contains(&word) || (word == "items" && value.is_array()) {
-                let Value::Array(parts) = value else {
-                    return Err(FormatError::new(&inner, format!("{key} must be an array")));
-                };
-                let part =
-                    |(index, part): (usize, &'a Value)| self.subschema(part, &format!("{inner}[{index}]"), depth + 1);
-                Value::Array(parts.iter().enumerate().map(part).collect::<Result<_, _>>()?)
-            } else if WITH_SCHEMA.contains(&word) {
-                self.subschema(value, &inner, depth + 1)?
-            } else if self.strict && UNSUPPORTED.contains(&word) && !allows_everything(word, value) {
-                return Err(FormatError::new(&inner, format!("`{key}` cannot be enforced in a strict schema")));
-            } else {
-                // The keyword is an annotation and does not affect which values are valid.
-                continue;
+                ("format", Value::String(format)) if FORMATS.contains(&format.as_str()) => value.clone(),
+                ("propertyNames", _) => {
+                    // Checks the schema of the names.
+                    self.subschema(value, &inner, depth + 1)?;
+                    continue;
+                }
+                ("const" | "enum" | "required" | "multipleOf", _)
+                | ("minimum" | "maximum" | "exclusiveMinimum" | "exclusiveMaximum", _) => value.clone(),
+                ("minItems" | "maxItems" | "minProperties" | "maxProperties" | "minLength" | "maxLength", _) => {
+                    count(value, &inner)?
+                }
+                ("properties" | "patternProperties", Value::Object(parts)) => {
+                    if key == "properties" {
+                        self.spend_properties(parts.len(), &inner)?;
+                    }
+                    let mut prepared = Map::new();
+                    for (name, part) in parts {
+                        let inner = format!("{inner}.{name}");
+                        if key == "properties" || self.can_enforce_pattern(name, &inner)? {
+                            prepared.insert(name.clone(), self.subschema(part, &inner, depth + 1)?);
+                        }
+                    }
+                    prepared.into()
+                }
+                ("properties" | "patternProperties", _) => return malformed("an object"),
+                ("anyOf" | "oneOf" | "allOf" | "prefixItems" | "items", Value::Array(parts)) => {
+                    let part = |(index, part)| self.subschema(part, &format!("{inner}[{index}]"), depth + 1);
+                    parts.iter().enumerate().map(part).collect::<Result<_, _>>().map(Value::Array)?
+                }
+                ("anyOf" | "oneOf" | "allOf" | "prefixItems", _) => return malformed("an array"),
+                ("items" | "additionalItems" | "additionalProperties", _) => {
+                    self.subschema(value, &inner, depth + 1)?
+                }
+                (word, _) if self.strict && UNSUPPORTED.contains(&word) && !allows_everything(word, value) => {
+                    return Err(FormatError::new(&inner, format!("`{key}` cannot be enforced in a strict schema")));
+                }
+                // Definitions, and annotations, which do not affect which values are valid.
+                _ => continue,
             };
             prepared.insert(key.clone(), value);
         }
-        if !patterns.is_empty() {
+        if patterns.len() > 1 {
             let all = prepared.entry("allOf").or_insert_with(|| json!([])).as_array_mut();
-            all.into_iter().for_each(|all| all.append(&mut patterns));
+            all.into_iter().for_each(|all| all.extend(patterns.drain(..).map(|pattern| json!({"pattern": pattern}))));
         }
+        prepared.extend(patterns.pop().map(|pattern| ("pattern".to_owned(), pattern.into())));
         self.replace_one_of(schema, &mut prepared, path)?;
         self.replace_keywords(schema, &mut prepared, path)?;
         self.check_large_constants(&mut prepared, path)?;
@@ -328,7 +294,7 @@ impl<'a> Preparation<'a> {
                 other => other.cloned().unwrap_or(Value::Bool(true)),
             };
             let names = self.values(names).filter(|names| names.words.len() <= self.properties_left);
-            let can_enforce = |pattern: &str| self.can_enforce_pattern(&pattern.into(), path) == Ok(true);
+            let can_enforce = |pattern: &str| self.can_enforce_pattern(pattern, path) == Ok(true);
             let words = names.as_ref().map_or(0, |names| names.words.len());
             if names.is_some_and(|names| equivalents::replace_property_names(prepared, &names, &values, can_enforce)) {
                 self.spend_properties(words, path)?;
@@ -350,8 +316,7 @@ impl<'a> Preparation<'a> {
 
     /// The values that a part of the schema allows. `None` if there are too many.
     fn values(&mut self, part: &Value) -> Option<ValueType> {
-        let values = (self.steps_left >= VALUE_STEPS).then(|| ValueType::of(&[part], &self.document))?;
-        self.steps_left = self.steps_left.saturating_sub(VALUE_STEPS + values.words.len());
+        let values = ValueType::at_most(&[part], &self.document, &mut self.steps_left);
         values.is_complete.then_some(values)
     }
 
@@ -381,8 +346,7 @@ impl<'a> Preparation<'a> {
         format!("#/$defs/{name}")
     }
 
-    fn can_enforce_pattern(&self, pattern: &Value, path: &str) -> Result<bool, FormatError> {
-        let Some(pattern) = pattern.as_str() else { return Err(FormatError::new(path, "a pattern must be a string")) };
+    fn can_enforce_pattern(&self, pattern: &str, path: &str) -> Result<bool, FormatError> {
         can_enforce(&RegexAst::SearchRegex(regex_to_lark(pattern, "dw")), self.strict.then_some("schema"), path)
     }
 
@@ -516,11 +480,11 @@ fn bound_integer(schema: &mut Map<String, Value>) {
     }
 }
 
-fn check_type(value: &Value, path: &str) -> Result<(), FormatError> {
+fn check_type(value: &Value, path: &str) -> Result<Value, FormatError> {
     let known = |value: &Value| value.as_str().is_some_and(|name| TYPES.contains(&name));
     match value {
-        Value::Array(names) if names.iter().all(known) => Ok(()),
-        Value::String(_) if known(value) => Ok(()),
+        Value::Array(names) if names.iter().all(known) => Ok(value.clone()),
+        Value::String(_) if known(value) => Ok(value.clone()),
         _ => Err(FormatError::new(path, format!("type is {value}; the types are {}", TYPES.join(", ")))),
     }
 }

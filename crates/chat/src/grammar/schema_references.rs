@@ -18,11 +18,11 @@ const MAX_SCALE: f64 = 1e8;
 const MAX_VISITS: usize = 1_000_000;
 
 /// Keywords whose value is a schema.
-pub const WITH_SCHEMA: [&str; 3] = ["items", "additionalItems", "additionalProperties"];
+const WITH_SCHEMA: [&str; 3] = ["items", "additionalItems", "additionalProperties"];
 /// Keywords whose value is an array of schemas.
-pub const WITH_ARRAY: [&str; 4] = ["anyOf", "oneOf", "allOf", "prefixItems"];
+const WITH_ARRAY: [&str; 4] = ["anyOf", "oneOf", "allOf", "prefixItems"];
 /// Keywords whose value is an object of schemas.
-pub const WITH_OBJECT: [&str; 3] = ["properties", "patternProperties", "$defs"];
+const WITH_OBJECT: [&str; 3] = ["properties", "patternProperties", "$defs"];
 
 /// Checks the intersections and multiples of a prepared schema.
 ///

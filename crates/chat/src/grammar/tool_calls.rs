@@ -78,7 +78,7 @@ fn write_tool(index: usize, tool: &Value, parameters_left: &mut usize) -> Result
     let parameters = function.get("parameters").filter(|parameters| !parameters.is_null()).cloned();
     let root = json_schema::prepare(&parameters.unwrap_or_else(|| Map::new().into()), strict)?;
     let document = Document::new(&root);
-    let sets = parameter_sets(&root, &document);
+    let sets = parameter_sets(&[&root], &document);
     if sets.len() > MAX_PARAMETER_SETS {
         let reason = format!("there are more than {MAX_PARAMETER_SETS} ways to fill in the parameters");
         return Err(FormatError::new("", reason));

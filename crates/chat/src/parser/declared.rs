@@ -30,7 +30,7 @@ impl Tools {
     pub fn parameters(&self, function: &str) -> Vec<String> {
         let Some(schema) = self.schema(function) else { return Vec::new() };
         let mut names = BTreeSet::new();
-        for set in parameter_sets(schema, &Document::new(schema)) {
+        for set in parameter_sets(&[schema], &Document::new(schema)) {
             names.extend(set.names().into_iter().map(str::to_owned));
         }
         names.into_iter().collect()

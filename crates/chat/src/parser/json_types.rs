@@ -21,7 +21,7 @@ impl JsonTypes {
     pub fn of(schema: Option<&Value>, name: &str) -> Self {
         let value = schema.map_or_else(ValueType::nothing, |schema| {
             let document = Document::new(schema);
-            any_value(&parameter_sets(schema, &document), name, &document)
+            any_value(&parameter_sets(&[schema], &document), name, &document)
         });
         Self { string: value.has_strings() || value.is_nothing(), others: value.others, words: value.words }
     }

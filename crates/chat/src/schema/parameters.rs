@@ -4,7 +4,12 @@ use super::{
     document::Document,
     value_type::{ValueType, allows_nothing},
 };
+use fancy_regex::Regex;
 use serde_json::{Map, Value};
+use std::{
+    collections::{HashMap, HashSet},
+    rc::Rc,
+};
 
 /// Maximum number of parameter sets that `anyOf` and `oneOf` of one tool may result in.
 pub const MAX_PARAMETER_SETS: usize = 64;
@@ -16,14 +21,20 @@ const MAX_DEPTH: usize = 16;
 #[derive(Clone, Default)]
 pub struct ParameterSet<'a> {
     parts: Vec<&'a Map<String, Value>>,
+    /// The compiled `patternProperties` of all sets. One that does not compile matches nothing.
+    patterns: Rc<HashMap<&'a str, Regex>>,
 }
 
-/// The sets of parameters that the schema of a tool allows: one for each combination of alternatives. At most one more
-/// than [`MAX_PARAMETER_SETS`].
-pub fn parameter_sets<'a>(schema: &'a Value, document: &Document<'a>) -> Vec<ParameterSet<'a>> {
+/// The sets of parameters that all `schemas` allow: one for each combination of alternatives. At most one more than
+/// [`MAX_PARAMETER_SETS`].
+pub fn parameter_sets<'a>(schemas: &[&'a Value], document: &Document<'a>) -> Vec<ParameterSet<'a>> {
     let mut reader = SetReader { document, parts_left: MAX_PARTS };
-    let sets = reader.sets(schema, 0);
-    sets.into_iter().map(|parts| ParameterSet { parts }).collect()
+    let sets = schemas.iter().fold(vec![Vec::new()], |sets, schema| combined(&sets, &reader.sets(schema, 0)));
+    let patterns: HashSet<_> =
+        sets.iter().flatten().flat_map(|part| patterns(part)).map(|(pattern, _)| pattern).collect();
+    let compiled = patterns.into_iter().filter_map(|pattern| Some((pattern, Regex::new(pattern).ok()?)));
+    let patterns: Rc<HashMap<_, _>> = Rc::new(compiled.collect());
+    sets.into_iter().map(|parts| ParameterSet { parts, patterns: patterns.clone() }).collect()
 }
 
 /// The values of parameter `name` in any of the sets: how the parser reads it, because it does not know the set of a call.
@@ -115,7 +126,7 @@ impl<'a> ParameterSet<'a> {
         for part in &self.parts {
             let before = schemas.len();
             schemas.extend(part.get("properties").and_then(|properties| properties.get(name)));
-            schemas.extend(patterns(part).filter(|(pattern, _)| matches(pattern, name)).map(|(_, schema)| schema));
+            schemas.extend(patterns(part).filter(|(pattern, _)| self.matches(pattern, name)).map(|(_, schema)| schema));
             if schemas.len() == before {
                 schemas.extend(part.get("additionalProperties"));
             }
@@ -159,11 +170,15 @@ impl<'a> ParameterSet<'a> {
         ["enum", "const"].into_iter().find(|key| self.parts.iter().any(|part| part.contains_key(*key)))
     }
 
+    fn matches(&self, pattern: &str, name: &str) -> bool {
+        self.patterns.get(pattern).is_some_and(|regex| regex.is_match(name).unwrap_or(false))
+    }
+
     fn maps(&self, key: &'static str) -> impl Iterator<Item = &'a Map<String, Value>> {
         self.parts.iter().filter_map(move |part| part.get(key)?.as_object())
     }
 
-    fn required(&self) -> impl Iterator<Item = &'a str> {
+    pub fn required(&self) -> impl Iterator<Item = &'a str> {
         let lists = self.parts.iter().filter_map(|part| part.get("required")?.as_array());
         lists.flatten().filter_map(Value::as_str)
     }
@@ -172,9 +187,4 @@ impl<'a> ParameterSet<'a> {
 fn patterns(part: &Map<String, Value>) -> impl Iterator<Item = (&str, &Value)> {
     let patterns = part.get("patternProperties").and_then(Value::as_object).into_iter().flatten();
     patterns.map(|(pattern, schema)| (pattern.as_str(), schema))
-}
-
-/// True if `pattern` matches in `name`. A pattern that does not compile matches nothing.
-fn matches(pattern: &str, name: &str) -> bool {
-    fancy_regex::Regex::new(pattern).is_ok_and(|regex| regex.is_match(name).unwrap_or(false))
 }

@@ -2,11 +2,15 @@
 
 use super::{document::Document, text_limits::TextLimits, type_set::TypeSet};
 use serde_json::{Map, Value};
-use std::collections::HashSet;
+use std::{
+    collections::{BTreeSet, HashMap, HashSet},
+    slice,
+};
 
-/// Maximum number of parts of a schema that are read for one value. References that branch could give exponentially
-/// many parts.
-const MAX_PARTS: usize = 20_000;
+/// Maximum number of steps to read one value: [`PART_STEPS`] for each part of its schema, and one for each constant.
+/// References that branch could give exponentially many parts.
+const MAX_STEPS: usize = 200_000;
+const PART_STEPS: usize = 10;
 /// Maximum number of references and parts inside of each other that are read for one value.
 const MAX_DEPTH: usize = 128;
 /// Maximum number of alternatives with different limits of strings.
@@ -21,6 +25,8 @@ pub struct ValueType {
     pub texts: Vec<TextLimits>,
     /// Types other than strings.
     pub others: TypeSet,
+    /// The numbers, arrays and objects as [`canonical`] texts, with their types, if the schema lists them all.
+    constants: Option<HashMap<String, TypeSet>>,
     /// False if the schema has too many parts, so that some of them were not read.
     pub is_complete: bool,
     /// True if not every number of the allowed types is allowed.
@@ -32,12 +38,19 @@ pub struct ValueType {
 impl ValueType {
     /// The values that all `schemas` allow. If they name no type, the value is a string.
     pub fn of(schemas: &[&Value], document: &Document<'_>) -> Self {
-        let mut reader = TypeReader { document, parts_left: MAX_PARTS };
-        let mut all = schemas.iter().fold(Self::any(), |all, schema| all.and(&reader.value(schema, 0)));
-        all.is_complete &= reader.parts_left > 0;
+        let mut all = TypeReader { document, steps_left: MAX_STEPS, infers_types: true }.all(schemas);
         if !all.is_typed {
             all.others = TypeSet::default();
         }
+        all
+    }
+
+    /// The values that all `schemas` allow at most. The steps are taken from `steps_left`.
+    pub fn at_most(schemas: &[&Value], document: &Document<'_>, steps_left: &mut usize) -> Self {
+        let limit = MAX_STEPS.min(*steps_left);
+        let mut reader = TypeReader { document, steps_left: limit, infers_types: false };
+        let all = reader.all(schemas);
+        *steps_left -= limit - reader.steps_left;
         all
     }
 
@@ -68,6 +81,7 @@ impl ValueType {
             words: Vec::new(),
             texts: Vec::new(),
             others,
+            constants: TypeSet::NULL.or(TypeSet::BOOLEAN).has(others).then(HashMap::new),
             is_complete: true,
             has_number_limits: false,
             is_typed: true,
@@ -82,18 +96,29 @@ impl ValueType {
         !self.words.is_empty() || !self.texts.is_empty()
     }
 
+    /// Number of listed values.
+    pub fn listed(&self) -> usize {
+        self.words.len() + self.constants.as_ref().map_or(0, HashMap::len)
+    }
+
     /// The values that both allow.
-    fn and(&self, other: &Self) -> Self {
+    pub fn and(&self, other: &Self) -> Self {
         let mut words = self.words_allowed_by(other);
         words.extend(other.words_allowed_by(self));
         let mut texts = Vec::new();
         let pairs = self.texts.iter().flat_map(|ours| other.texts.iter().map(move |theirs| ours.and(theirs)));
         pairs.take(MAX_TEXTS + 1).for_each(|text| add_text(&mut texts, text));
+        let mut others = self.others.and(other.others);
+        let constants = self.constants_allowed_by(other, others);
+        if let Some(constants) = &constants {
+            others = others.and(constants.values().copied().fold(TypeSet::NULL.or(TypeSet::BOOLEAN), TypeSet::or));
+        }
         Self {
             words,
+            constants,
             is_complete: self.is_complete && other.is_complete && self.texts.len() * other.texts.len() <= MAX_TEXTS,
             texts,
-            others: self.others.and(other.others),
+            others,
             has_number_limits: self.has_number_limits || other.has_number_limits,
             is_typed: self.is_typed || other.is_typed,
         }
@@ -107,11 +132,25 @@ impl ValueType {
         self.words.iter().filter(is_allowed).cloned().collect()
     }
 
+    fn constants_allowed_by(&self, other: &Self, types: TypeSet) -> Option<HashMap<String, TypeSet>> {
+        let (listed, limits) = match (&self.constants, &other.constants) {
+            (Some(listed), limits) | (limits @ None, Some(listed)) => (listed, limits),
+            (None, None) => return None,
+        };
+        let is_allowed = |text: &String| limits.as_ref().is_none_or(|limits| limits.contains_key(text));
+        let allowed = listed.iter().filter(|(text, kind)| types.has_any(**kind) && is_allowed(text));
+        Some(allowed.map(|(text, kind)| (text.clone(), *kind)).collect())
+    }
+
     /// The values that one of both allows.
     pub fn or(mut self, other: Self) -> Self {
         self.words.extend(other.words);
         other.texts.into_iter().for_each(|text| add_text(&mut self.texts, text));
         self.others = self.others.or(other.others);
+        self.constants = self.constants.zip(other.constants).map(|(mut ours, theirs)| {
+            ours.extend(theirs);
+            ours
+        });
         self.has_number_limits |= other.has_number_limits;
         self.is_complete &= other.is_complete;
         self.is_typed &= other.is_typed;
@@ -130,20 +169,29 @@ fn add_text(texts: &mut Vec<TextLimits>, text: TextLimits) {
 
 struct TypeReader<'d, 'a> {
     document: &'d Document<'a>,
-    parts_left: usize,
+    steps_left: usize,
+    /// True if a schema without types has the types that its keywords are for.
+    infers_types: bool,
 }
 
 impl TypeReader<'_, '_> {
+    fn all(&mut self, schemas: &[&Value]) -> ValueType {
+        let mut all = schemas.iter().fold(ValueType::any(), |all, schema| all.and(&self.value(schema, 0)));
+        all.is_complete &= self.steps_left > 0;
+        all
+    }
+
     fn value(&mut self, schema: &Value, depth: usize) -> ValueType {
-        self.parts_left = self.parts_left.saturating_sub(1);
+        let constants = schema.get("enum").and_then(Value::as_array).map_or(0, Vec::len);
+        self.steps_left = self.steps_left.saturating_sub(PART_STEPS + constants);
         let fields = match schema {
-            _ if self.parts_left == 0 || depth > MAX_DEPTH => return ValueType::any(),
+            _ if self.steps_left == 0 || depth > MAX_DEPTH => return ValueType::any(),
             _ if allows_nothing(schema) => return ValueType::nothing(),
             Value::Object(fields) => fields,
             _ => return ValueType::any(),
         };
         let parts = |key: &str| fields.get(key).and_then(Value::as_array);
-        let mut all = own_type(fields);
+        let mut all = own_type(fields, self.infers_types);
         if let Some(target) = self.document.target(schema) {
             all = all.and(&self.value(target, depth + 1));
         }
@@ -172,7 +220,7 @@ pub fn allows_nothing(schema: &Value) -> bool {
 }
 
 /// The values that the keywords of one schema allow, without references and combined schemas.
-fn own_type(fields: &Map<String, Value>) -> ValueType {
+fn own_type(fields: &Map<String, Value>, infers_types: bool) -> ValueType {
     let mut own = match fields.get("type") {
         Some(Value::Array(names)) => {
             let types = names.iter().filter_map(Value::as_str).map(named_type);
@@ -181,9 +229,9 @@ fn own_type(fields: &Map<String, Value>) -> ValueType {
         Some(Value::String(name)) => named_type(name),
         _ => ValueType::any(),
     };
-    let words = fields.get("enum").and_then(Value::as_array).cloned();
-    for constants in words.into_iter().chain(fields.get("const").map(|one| vec![one.clone()])) {
-        let all = constants.into_iter().map(constant).fold(ValueType::nothing(), ValueType::or);
+    let listed = fields.get("enum").and_then(Value::as_array).map(Vec::as_slice);
+    for constants in listed.into_iter().chain(fields.get("const").map(slice::from_ref)) {
+        let all = constants.iter().map(constant).fold(ValueType::nothing(), ValueType::or);
         own = own.and(&all);
     }
     let limits = TextLimits::of(fields);
@@ -199,7 +247,7 @@ fn own_type(fields: &Map<String, Value>) -> ValueType {
     };
     own.has_number_limits |= fields.iter().any(|(key, limit)| is_limit((key, limit)));
     let selects = ["type", "enum", "const", "$ref", "allOf", "anyOf", "oneOf"];
-    if !selects.iter().any(|key| fields.contains_key(*key)) {
+    if infers_types && !selects.iter().any(|key| fields.contains_key(*key)) {
         if fields.contains_key("properties") {
             return ValueType::of_types(TypeSet::OBJECT);
         }
@@ -217,9 +265,27 @@ fn named_type(name: &str) -> ValueType {
     }
 }
 
-fn constant(value: Value) -> ValueType {
+fn constant(value: &Value) -> ValueType {
     if let Value::String(word) = value {
-        return ValueType { words: vec![word], ..ValueType::nothing() };
+        return ValueType { words: vec![word.clone()], ..ValueType::nothing() };
     }
-    ValueType { has_number_limits: value.is_number(), ..ValueType::of_types(TypeSet::of(&value)) }
+    let types = TypeSet::of(value);
+    let constants = Some(HashMap::from([(canonical(value), types)]));
+    ValueType { constants, has_number_limits: value.is_number(), ..ValueType::of_types(types) }
+}
+
+/// A text that is the same for equal values of JSON Schema, which does not tell 1 from 1.0. Also the same for large
+/// integers that an `f64` cannot tell apart.
+fn canonical(value: &Value) -> String {
+    match value {
+        Value::Number(number) => (number.as_f64().unwrap_or_default() + 0.0).to_string(),
+        Value::Array(items) => format!("[{}]", items.iter().map(canonical).collect::<Vec<_>>().join(",")),
+        Value::Object(fields) => {
+            let named =
+                |(name, value): (&String, &Value)| format!("{}:{}", Value::from(name.as_str()), canonical(value));
+            let fields: BTreeSet<_> = fields.iter().map(named).collect();
+            format!("{{{}}}", fields.into_iter().collect::<Vec<_>>().join(","))
+        }
+        other => other.to_string(),
+    }
 }
