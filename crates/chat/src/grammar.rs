@@ -137,19 +137,33 @@ impl GrammarCompiler {
         let grammars = match (&format.tools, content.clone()) {
             (None, None) => return Err(FormatError::new("", "There is no tool to call.")),
             (None, Some(content)) => vec![content],
-            (Some(tools), content) => self.with_calls(tools, content, cancel)?,
+            (Some(tools), content) => self.with_calls(tools, content)?,
         };
-        self.build(grammars, cancel).map_err(|reason| match content.and_then(|content| content.json_schema) {
-            Some(schema) if !cancel.is_set() => {
-                let compile_error = |part: &Value| {
-                    let part = vec![GrammarWithLexer::from_json_schema(part.clone())];
-                    self.build(part, cancel).err().filter(|_| !cancel.is_set())
-                };
-                let (path, reason) = json_schema::locate(&schema, reason, compile_error);
-                FormatError::new(&path, reason)
+        self.build(grammars, cancel).map_err(|reason| {
+            if cancel.is_set() {
+                return FormatError::new("", reason);
             }
-            _ => FormatError::new("", reason),
+            let mut tools = format.tools.iter().flat_map(|allowed| &allowed.tools);
+            if let Some(error) = tools.find_map(|tool| self.tool_error(tool, cancel)) {
+                return error;
+            }
+            let Some(schema) = content.and_then(|content| content.json_schema) else {
+                return FormatError::new("", reason);
+            };
+            let compile_error = |part: &Value| {
+                let part = vec![GrammarWithLexer::from_json_schema(part.clone())];
+                self.build(part, cancel).err().filter(|_| !cancel.is_set())
+            };
+            let (path, reason) = json_schema::locate(&schema, reason, compile_error);
+            FormatError::new(&path, reason)
         })
+    }
+
+    /// The error of a tool that does not compile alone.
+    fn tool_error(&self, tool: &(usize, Value), cancel: &CancelFlag) -> Option<FormatError> {
+        let alone = AllowedTools { tools: vec![tool.clone()], parallel: false };
+        let reason = self.build(self.with_calls(&alone, None).ok()?, cancel).err()?;
+        Some(FormatError { tool: Some(tool.0), ..FormatError::new("", reason) })
     }
 
     /// The grammar of an answer that is either `content` or tool calls. If `content` is `None`, only calls are allowed.
@@ -157,9 +171,8 @@ impl GrammarCompiler {
         &self,
         tools: &AllowedTools,
         content: Option<GrammarWithLexer>,
-        cancel: &CancelFlag,
     ) -> Result<Vec<GrammarWithLexer>, FormatError> {
-        let calls = tool_calls::write(tools, self.markup.call.is_some(), |parts| self.build(parts, cancel).map(drop))?;
+        let calls = tool_calls::write(tools, self.markup.call.is_some())?;
         let start = if content.is_some() { "start: @content | calls" } else { "start: calls" };
         let mut grammars = vec![GrammarWithLexer::from_lark(format!("{start}\n{}", calls.lark))];
         grammars.extend(content.map(|content| GrammarWithLexer { name: Some("content".into()), ..content }));

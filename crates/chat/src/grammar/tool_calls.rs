@@ -37,13 +37,8 @@ pub struct CallGrammar {
     pub values: Vec<GrammarWithLexer>,
 }
 
-/// Writes the rule for one call, or for several calls. `call_is_token` is true if `<tool_call>` is one token. `check`
-/// compiles the grammar of each tool separately, so that an error names its tool.
-pub fn write(
-    allowed: &AllowedTools,
-    call_is_token: bool,
-    check: impl Fn(Vec<GrammarWithLexer>) -> Result<(), String>,
-) -> Result<CallGrammar, FormatError> {
+/// Writes the rule for one call, or for several calls. `call_is_token` is true if `<tool_call>` is one token.
+pub fn write(allowed: &AllowedTools, call_is_token: bool) -> Result<CallGrammar, FormatError> {
     let count = allowed.tools.len();
     if count > MAX_TOOLS {
         return Err(FormatError::new("", format!("{count} tools may be called; the limit is {MAX_TOOLS}")));
@@ -58,11 +53,8 @@ pub fn write(
     let _ = writeln!(grammar.lark, "call: {open} \"\\n<function=\" ({}) \"</function>\\n\" {close}", names.join(" | "));
     let _ = writeln!(grammar.lark, "{TEXT_RULE}");
     for (index, tool) in &allowed.tools {
-        let of_tool = |error: FormatError| FormatError { tool: Some(*index), ..error };
-        let rules = write_tool(*index, tool, &mut parameters_left).map_err(of_tool)?;
-        let alone = format!("start: tool_{index}\n{TEXT_RULE}\n{}", rules.lark);
-        let alone = [vec![GrammarWithLexer::from_lark(alone)], rules.values.clone()].concat();
-        check(alone).map_err(|reason| of_tool(FormatError::new("", reason)))?;
+        let rules = write_tool(*index, tool, &mut parameters_left);
+        let rules = rules.map_err(|error| FormatError { tool: Some(*index), ..error })?;
         grammar.lark += &rules.lark;
         grammar.values.extend(rules.values);
     }
