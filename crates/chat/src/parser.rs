@@ -353,20 +353,13 @@ impl Parser {
     /// Starts the call at the next `<tool_call>` or `<function=NAME>`.
     fn open_call(&mut self, end: InputEnd) -> StepResult {
         self.prose = Prose::default();
-        let mut is_exact = false;
-        loop {
-            let after = after_opening(self.rest()).unwrap_or_default().len();
-            self.at = self.buffer.len() - after;
-            match tag_at(self.rest()) {
-                TagAt::Found(Tag { kind: TagKind::Function(name), length, .. }) => {
-                    return self.start_call(name, length, is_exact);
-                }
-                TagAt::Found(tag @ Tag { kind: TagKind::ToolCall, .. }) => {
-                    is_exact = self.calls_are_exact && tag.is_exact;
-                    self.at += tag.length;
-                }
-                _ => return self.json_calls(0, end),
-            }
+        self.skip_space();
+        let is_exact = self.calls_are_exact && self.rest().starts_with("<tool_call>\n<function=");
+        let after = after_tool_calls(self.rest()).unwrap_or_default().len();
+        self.at = self.buffer.len() - after;
+        match tag_at(self.rest()) {
+            TagAt::Found(Tag { kind: TagKind::Function(name), length, .. }) => self.start_call(name, length, is_exact),
+            _ => self.json_calls(0, end),
         }
     }
 }
@@ -432,50 +425,40 @@ impl Parser {
 
     /// Reads arguments that are written as one JSON object.
     fn json_body(&mut self, call: PendingCall, end: InputEnd) -> StepResult {
-        let after = after_opening(self.rest()).unwrap_or_default();
-        let skip = self.rest().len() - after.len();
-        let arguments = match self.read_json(skip, end) {
-            JsonAt::Unfinished if end == InputEnd::MoreToCome => {
-                return self.wait(ParserState::Body { call, stray: false });
+        let rest = &self.buffer[self.at..];
+        let text = after_opening(rest).unwrap_or_default();
+        let skip = rest.len() - text.len();
+        match self.scanner.object(self.before + self.at + skip, text, end) {
+            JsonAt::Found((json, length)) => {
+                self.arguments(json);
+                self.at += skip + length;
+                self.to(ParserState::Closing { in_call: true })
             }
+            JsonAt::Unfinished if end == InputEnd::MoreToCome => self.wait(ParserState::Body { call, stray: false }),
             JsonAt::Unfinished if end == InputEnd::Truncated => {
-                let start = self.rest()[skip..].to_owned();
-                self.arguments(if start.is_empty() { "{".into() } else { start });
-                return self.drop_rest();
+                let start = if text.is_empty() { "{" } else { text };
+                self.arguments(start.to_owned());
+                self.drop_rest()
             }
-            JsonAt::Found { json, length } => json_call::object(&json).map(|json| (json, skip + length)),
-            JsonAt::Unfinished | JsonAt::Other => None,
-        };
-        let Some((json, length)) = arguments else { return self.stray_text(call) };
-        self.arguments(json);
-        self.at += length;
-        self.to(ParserState::Closing { in_call: true })
-    }
-
-    fn read_json(&mut self, skip: usize, end: InputEnd) -> JsonAt {
-        let at = self.at + skip;
-        self.scanner.read(self.before + at, &self.buffer[at..], end)
+            JsonAt::Unfinished | JsonAt::Other => self.stray_text(call),
+        }
     }
 
     /// Emits the calls in the JSON after `skip` bytes.
     fn json_calls(&mut self, skip: usize, end: InputEnd) -> StepResult {
-        let found = match self.read_json(skip, end) {
-            JsonAt::Unfinished if end == InputEnd::MoreToCome => {
-                return self.wait(ParserState::Closing { in_call: true });
+        let at = self.at + skip;
+        match self.scanner.calls(self.before + at, &self.buffer[at..], end, &self.tools) {
+            JsonAt::Found((calls, length)) => {
+                for JsonCall { name, arguments } in calls {
+                    self.announce(name);
+                    self.arguments(arguments);
+                }
+                self.at = at + length;
+                self.to(ParserState::Closing { in_call: true })
             }
-            JsonAt::Unfinished if end == InputEnd::Truncated => {
-                json_call::truncated(&self.rest()[skip..], &self.tools).map(|call| (vec![call], self.rest().len()))
-            }
-            JsonAt::Found { json, length } => json_call::calls(&json, &self.tools).map(|calls| (calls, skip + length)),
-            JsonAt::Unfinished | JsonAt::Other => None,
-        };
-        let Some((calls, length)) = found else { return self.start_content() };
-        for JsonCall { name, arguments } in calls {
-            self.announce(name);
-            self.arguments(arguments);
+            JsonAt::Unfinished if end == InputEnd::MoreToCome => self.wait(ParserState::Closing { in_call: true }),
+            JsonAt::Unfinished | JsonAt::Other => self.start_content(),
         }
-        self.at += length;
-        self.to(ParserState::Closing { in_call: true })
     }
 
     fn skip_tag(&mut self, call: PendingCall, length: usize) -> StepResult {

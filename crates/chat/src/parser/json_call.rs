@@ -3,7 +3,7 @@
 use super::{
     declared::Tools,
     python,
-    tags::{END_THINK, InputEnd, TagAt, TagKind, tag_at},
+    tags::{END_THINK, InputEnd, Reading, TagAt, TagKind, tag_at},
 };
 use crate::json_numbers;
 use serde::de::IgnoredAny;
@@ -18,17 +18,8 @@ pub(super) struct JsonCall {
     pub arguments: String,
 }
 
-/// Result of [`JsonScanner::read`].
-pub(super) enum JsonAt {
-    /// `length` bytes of the text are an object or an array. Missing brackets are added to `json`.
-    Found {
-        json: String,
-        length: usize,
-    },
-    /// More text decides.
-    Unfinished,
-    Other,
-}
+/// JSON in streamed text: what it means, and its length.
+pub(super) type JsonAt<T> = Reading<(T, usize)>;
 
 /// Finds the end of an object or array in streamed text. Each character is read once.
 #[derive(Default)]
@@ -43,9 +34,24 @@ pub(super) struct JsonScanner {
 }
 
 impl JsonScanner {
-    /// Reads the object or array at the start of `text`, at `offset` of the whole answer. It also ends at a tag of a
-    /// call or at the end of the answer.
-    pub fn read(&mut self, offset: usize, text: &str, end: InputEnd) -> JsonAt {
+    /// Reads the calls at the start of `text`, at `offset` of the whole answer.
+    pub fn calls(&mut self, offset: usize, text: &str, end: InputEnd, tools: &Tools) -> JsonAt<Vec<JsonCall>> {
+        match self.read(offset, text, end) {
+            JsonAt::Unfinished if end == InputEnd::Truncated => {
+                truncated(text, tools).map_or(JsonAt::Other, |call| JsonAt::Found((vec![call], text.len())))
+            }
+            json => json.and_then(|(json, length)| Some((calls(&json, tools)?, length))),
+        }
+    }
+
+    /// Reads the object at the start of `text`.
+    pub fn object(&mut self, offset: usize, text: &str, end: InputEnd) -> JsonAt<String> {
+        self.read(offset, text, end).and_then(|(json, length)| Some((object(&json)?, length)))
+    }
+
+    /// Reads the object or array at the start of `text`. It also ends at a tag of a call or at the end of the answer.
+    /// Missing brackets are added.
+    fn read(&mut self, offset: usize, text: &str, end: InputEnd) -> JsonAt<String> {
         if self.offset != offset {
             *self = Self { offset, ..Self::default() };
         }
@@ -75,7 +81,7 @@ impl JsonScanner {
             self.position += c.len_utf8();
         }
         let missing = self.closing.iter().rev();
-        JsonAt::Found { json: text[..self.position].chars().chain(missing.copied()).collect(), length: self.position }
+        JsonAt::Found((text[..self.position].chars().chain(missing.copied()).collect(), self.position))
     }
 
     fn is_ended(&self) -> bool {
@@ -101,7 +107,7 @@ impl JsonScanner {
 }
 
 /// The calls in an object or in an array of objects. `None` for any other JSON and for calls of unknown tools.
-pub(super) fn calls(json: &str, tools: &Tools) -> Option<Vec<JsonCall>> {
+fn calls(json: &str, tools: &Tools) -> Option<Vec<JsonCall>> {
     let json = normalized(json)?;
     let calls = if json.starts_with('[') { parts(&json).0 } else { vec![&*json] };
     let calls: Vec<_> = calls.into_iter().map(|call| read_call(call, tools)).collect::<Option<_>>()?;
@@ -109,13 +115,13 @@ pub(super) fn calls(json: &str, tools: &Tools) -> Option<Vec<JsonCall>> {
 }
 
 /// An object as valid JSON. Models also write it in a JSON string.
-pub(super) fn object(text: &str) -> Option<String> {
+fn object(text: &str) -> Option<String> {
     let inner = serde_json::from_str::<String>(text).ok();
     normalized(inner.as_deref().unwrap_or(text).trim()).filter(|json| json.starts_with('{'))
 }
 
 /// The call that the token limit cut. Its arguments are invalid JSON.
-pub(super) fn truncated(text: &str, tools: &Tools) -> Option<JsonCall> {
+fn truncated(text: &str, tools: &Tools) -> Option<JsonCall> {
     let (members, rest) = parts(text.strip_prefix('{').and(Some(text))?);
     let name = name(&members, tools)?;
     let is_last = members.len() % 2 == 1 && ARGUMENTS.contains(members.last()?) && rest.starts_with('{');

@@ -13,13 +13,10 @@
 
 use super::{
     declared::Tools,
-    json_call::{self, JsonAt, JsonScanner},
+    json_call::{JsonAt, JsonScanner},
     prose::Start,
-    tags::{END_THINK, InputEnd, Tag, TagAt, TagKind, after_gap, after_opening, tag_at},
+    tags::{END_THINK, InputEnd, Tag, TagAt, TagKind, after_gap, after_opening, after_tool_calls, tag_at},
 };
-
-/// Maximum number of `<tool_call>` before a call.
-const MAX_REPEATED: usize = 4;
 
 /// Judges each `<` outside of calls.
 pub(super) struct CallFinder<'a> {
@@ -40,24 +37,18 @@ impl CallFinder<'_> {
         if self.tools.is_empty() {
             return if self.in_reasoning && END_THINK.starts_with(text) { Start::Unknown } else { Start::Text };
         }
-        let mut function = text;
-        for _ in 0..MAX_REPEATED {
-            let TagAt::Found(Tag { kind: TagKind::ToolCall, length, .. }) = tag_at(function) else { break };
-            let Some(after) = after_opening(&function[length..]) else { return Start::Text };
-            function = after;
-        }
+        let Some(function) = after_tool_calls(text) else { return Start::Text };
         let is_bare = function.len() == text.len();
         let (name, length, is_exact) = match tag_at(function) {
             TagAt::Unfinished => return Start::Unknown,
             TagAt::Found(Tag { kind: TagKind::Function(name), length, is_exact }) => (name, length, is_exact),
             TagAt::Other if !is_bare => {
-                let is_call = match self.read_json(function) {
-                    JsonAt::Unfinished if self.end != InputEnd::Truncated => return Start::Unknown,
-                    JsonAt::Unfinished => json_call::truncated(function, self.tools).is_some(),
-                    JsonAt::Found { json, .. } => json_call::calls(&json, self.tools).is_some(),
-                    JsonAt::Other => false,
+                let offset = self.length - function.len();
+                return match self.scanner.calls(offset, function, self.end, self.tools) {
+                    JsonAt::Found(..) => Start::Call,
+                    JsonAt::Unfinished => Start::Unknown,
+                    JsonAt::Other => Start::Text,
                 };
-                return if is_call { Start::Call } else { Start::Text };
             }
             TagAt::Found(_) | TagAt::Other => return Start::Text,
         };
@@ -74,11 +65,11 @@ impl CallFinder<'_> {
             return Start::Text;
         }
         let Some(after) = after_opening(body) else { return Start::Text };
-        let (next, is_json) = match self.read_json(after) {
+        let (next, is_json) = match self.scanner.object(self.length - after.len(), after, self.end) {
             JsonAt::Unfinished if self.end == InputEnd::Truncated && !after.is_empty() => return Start::Text,
             JsonAt::Unfinished => return Start::Unknown,
-            JsonAt::Found { json, length } if json_call::object(&json).is_some() => (&after[length..], true),
-            _ => (body, false),
+            JsonAt::Found((_, length)) => (&after[length..], true),
+            JsonAt::Other => (body, false),
         };
         match after_gap(next).map_or(TagAt::Other, tag_at) {
             TagAt::Unfinished => Start::Unknown,
@@ -92,9 +83,5 @@ impl CallFinder<'_> {
             TagAt::Found(Tag { kind: TagKind::ToolCall | TagKind::EndToolCall, .. }) | TagAt::Other => Start::Text,
             TagAt::Found(_) => Start::Call,
         }
-    }
-
-    fn read_json(&mut self, text: &str) -> JsonAt {
-        self.scanner.read(self.length - text.len(), text, self.end)
     }
 }

@@ -10,6 +10,8 @@ const WORDS: [&str; 7] =
 const MAX_NAME: usize = 1000;
 /// Maximum length of a misspelt closing tag.
 const MAX_CLOSING_TAG: usize = 32;
+/// Maximum number of `<tool_call>` before a call.
+const MAX_REPEATED: usize = 4;
 /// Maximum number of bytes of white space before a tag. An answer of white space must not be read again and again.
 pub(super) const MAX_GAP: usize = 1000;
 
@@ -47,13 +49,25 @@ pub(super) struct Tag {
     pub is_exact: bool,
 }
 
-/// Result of [`tag_at`].
+/// Result of reading the start of a text.
 #[derive(Debug)]
-pub(super) enum TagAt {
-    Found(Tag),
-    /// The text may still become a tag.
+pub(super) enum Reading<T> {
+    Found(T),
+    /// More text decides.
     Unfinished,
     Other,
+}
+
+pub(super) type TagAt = Reading<Tag>;
+
+impl<T> Reading<T> {
+    pub fn and_then<U>(self, convert: impl FnOnce(T) -> Option<U>) -> Reading<U> {
+        match self {
+            Self::Found(found) => convert(found).map_or(Reading::Other, Reading::Found),
+            Self::Unfinished => Reading::Unfinished,
+            Self::Other => Reading::Other,
+        }
+    }
 }
 
 /// Reads the tag at the start of `text`. Models also write `<|tool_call|>`, `<Function=NAME>` and `<invoke name="NAME">`.
@@ -150,6 +164,15 @@ fn closing_tag(text: &str) -> TagAt {
         _ => return TagAt::Other,
     };
     found(kind, start + end + usize::from(is_closed), text.starts_with(exact))
+}
+
+/// The text after one or more `<tool_call>`. `None` if too much white space follows one.
+pub(super) fn after_tool_calls(mut text: &str) -> Option<&str> {
+    for _ in 0..MAX_REPEATED {
+        let TagAt::Found(Tag { kind: TagKind::ToolCall, length, .. }) = tag_at(text) else { break };
+        text = after_opening(&text[length..])?;
+    }
+    Some(text)
 }
 
 /// The text after white space. `None` if there is too much white space to wait for a tag after it.

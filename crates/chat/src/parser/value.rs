@@ -39,8 +39,8 @@ pub(super) struct ValueScanner {
     /// True if a line feed follows the last tag.
     line_ended: bool,
     candidate: Option<EndCandidate>,
-    /// Opening tags in the value that wait for their closing tags, and their offsets.
-    open: Vec<(OpenTag, usize)>,
+    /// The closing tags of opening tags in the value, and the offsets of the opening tags.
+    open: Vec<(TagKind, usize)>,
     /// The last `</parameter>` that closed a quoted tag, until text follows.
     matched: Option<MatchedEnd>,
 }
@@ -50,13 +50,6 @@ const MAX_INDENTATION: usize = 100;
 
 /// Maximum number of opening tags in a value that wait for their closing tags.
 const MAX_OPEN: usize = 32;
-
-#[derive(Clone, Copy, PartialEq)]
-enum OpenTag {
-    Call,
-    Function,
-    Parameter,
-}
 
 struct SeenTag {
     kind: TagKind,
@@ -332,14 +325,14 @@ impl ValueScanner {
             TagKind::ToolCall => {
                 let calls = matches!(follow, Follow::Tag(SeenTag { kind: TagKind::Function(_), is_known: true, .. }));
                 let is_end = calls && self.starts_call(tag.at);
-                self.open(OpenTag::Call, tag.at, is_on_edge);
+                self.open(TagKind::EndToolCall, tag.at, is_on_edge);
                 is_end
             }
             TagKind::Function(_) => {
                 let is_bare = tag.after != Some(TagKind::ToolCall);
                 let has_body = matches!(next, Some(TagKind::Parameter(_) | TagKind::EndFunction));
                 let is_end = is_bare && is_on_edge && has_body && tag.is_known && self.starts_call(tag.at);
-                self.open(OpenTag::Function, tag.at, is_on_edge);
+                self.open(TagKind::EndFunction, tag.at, is_on_edge);
                 is_end
             }
             TagKind::Parameter(_) => {
@@ -376,23 +369,23 @@ impl ValueScanner {
                 None => {}
             }
         }
-        self.open(OpenTag::Parameter, tag.at, tag.starts_line);
+        self.open(TagKind::EndParameter, tag.at, tag.starts_line);
     }
 
-    fn open(&mut self, tag: OpenTag, at: usize, is_on_edge: bool) {
+    fn open(&mut self, end: TagKind, at: usize, is_on_edge: bool) {
         if is_on_edge && self.open.len() < MAX_OPEN {
-            self.open.push((tag, at));
+            self.open.push((end, at));
         }
     }
 
     /// True if the value quotes the start of a call.
     fn is_in_call(&self) -> bool {
-        self.open.iter().any(|(open, _)| *open != OpenTag::Parameter)
+        self.open.iter().any(|(open, _)| *open != TagKind::EndParameter)
     }
 
-    /// Closes the last open `tag`, and the tags that were opened after it. Returns the offset of the tag.
-    fn close(&mut self, tag: OpenTag) -> Option<usize> {
-        let last = self.open.iter().rposition(|(open, _)| *open == tag)?;
+    /// Closes the last tag that waits for `end`, and the tags that were opened after it. Returns the offset of the tag.
+    fn close(&mut self, end: &TagKind) -> Option<usize> {
+        let last = self.open.iter().rposition(|(open, _)| open == end)?;
         let at = self.open[last].1;
         self.open.truncate(last);
         Some(at)
@@ -407,7 +400,7 @@ impl ValueScanner {
             self.push_text();
             return false;
         }
-        if let Some(opened_at) = self.close(OpenTag::Parameter) {
+        if let Some(opened_at) = self.close(&tag.kind) {
             self.matched = Some(MatchedEnd { at: tag.at, opened_at, is_in_call: self.is_in_call() });
             return false;
         }
@@ -436,13 +429,13 @@ impl ValueScanner {
     }
 
     fn end_call(&mut self, tag: &SeenTag, is_on_edge: bool, next: Option<&TagKind>, is_last: bool) {
-        use TagKind::{EndFunction, EndParameter, EndToolCall, Function, ToolCall};
+        use TagKind::{EndParameter, EndToolCall, Function, ToolCall};
         let ends_call = is_last || matches!(next, Some(EndToolCall | ToolCall | Function(_)));
         let follows_end = tag.after.as_ref().is_some_and(TagKind::closes);
         if !(if tag.is_exact { is_on_edge } else { follows_end || (ends_call && tag.starts_line) }) {
             return self.push_text();
         }
-        if self.close(if tag.kind == EndFunction { OpenTag::Function } else { OpenTag::Call }).is_some() {
+        if self.close(&tag.kind).is_some() {
             let is_outer = self.open.is_empty();
             if let Some(candidate) = self.candidate.as_mut().filter(|candidate| candidate.opens() && is_outer) {
                 candidate.close();
