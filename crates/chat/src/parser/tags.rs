@@ -45,7 +45,7 @@ impl TagKind {
 pub(super) struct Tag {
     pub kind: TagKind,
     pub length: usize,
-    /// False if the tag is misspelt: a wrong closing tag, a missing `>`, or `name=`.
+    /// False if the tag is misspelt: a wrong closing tag, a missing `>`, `name=`, or attributes after the name.
     pub is_exact: bool,
 }
 
@@ -115,6 +115,7 @@ fn found(kind: TagKind, length: usize, is_exact: bool) -> TagAt {
 
 /// Reads the rest of `<function=NAME>` or `<parameter=NAME>` after the word, which ends at `word`.
 fn header(after: &str, word: usize, kind: fn(String) -> TagKind, is_plain: bool) -> TagAt {
+    let is_parameter = matches!(kind(String::new()), TagKind::Parameter(_));
     let Some(end) = after.find(['>', '<', '\n']) else {
         return if after.len() > MAX_NAME { TagAt::Other } else { TagAt::Unfinished };
     };
@@ -122,7 +123,8 @@ fn header(after: &str, word: usize, kind: fn(String) -> TagKind, is_plain: bool)
     if end > MAX_NAME {
         return TagAt::Other;
     }
-    let inner = after[..end].trim();
+    let whole = after[..end].trim();
+    let inner = if is_parameter { without_attributes(whole) } else { whole };
     let is_closed = after[end..].starts_with('>');
     let is_attribute = after.starts_with([' ', '\t']) && inner.starts_with("name");
     let value = if is_attribute { inner["name".len()..].trim_start() } else { inner };
@@ -131,14 +133,26 @@ fn header(after: &str, word: usize, kind: fn(String) -> TagKind, is_plain: bool)
     let quoted = ['"', '\''].iter().find_map(|&mark| name.strip_prefix(mark)?.strip_suffix(mark));
     let quoted = quoted.filter(|name| !is_attribute || !name.contains(['"', '\'']));
     let name = quoted.unwrap_or(name).trim();
-    // `<parameter name="a" type="b">` and `<parameter name="a"/>` are XML.
+    // `<function name="a" type="b">` and `<parameter name="a"/>` are XML.
     let is_xml = is_attribute && quoted.is_none() && name.contains([' ', '"', '\'']);
     if name.is_empty() || is_xml || after[end..].starts_with('<') {
         return TagAt::Other;
     }
     // A carriage return belongs to the line end.
     let end = if is_closed { end + 1 } else { after[..end].trim_end_matches('\r').len() };
-    found(kind(name.into()), word + end, is_plain && is_closed && !is_attribute)
+    found(kind(name.into()), word + end, is_plain && is_closed && !is_attribute && inner == whole)
+}
+
+/// The text before attributes such as `type="string"`, which models of other formats write after the name of a parameter.
+fn without_attributes(text: &str) -> &str {
+    let is_part = |c: char| c.is_ascii_alphanumeric() || "_-".contains(c);
+    let before = ['"', '\''].into_iter().find_map(|mark| text.strip_suffix(mark)?.rsplit_once(mark));
+    let Some(attribute) = before.and_then(|(before, _)| before.trim_end().strip_suffix('=')) else { return text };
+    let attribute = attribute.trim_end();
+    let name = attribute.trim_end_matches(is_part);
+    // The first word is no such attribute.
+    let is_attribute = name.ends_with([' ', '\t']) && name.len() < attribute.len();
+    if is_attribute { without_attributes(name.trim_end()) } else { text }
 }
 
 /// Reads a closing tag. Models also write `</ function>`, `</param>`, `</parameter/>`, `</parameter_function>`, and leave

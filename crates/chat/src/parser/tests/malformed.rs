@@ -105,6 +105,8 @@ fn write_parameter(
         _ if is_plain => writeln!(text, "<parameter={name}>"),
         2 => write!(text, "<parameter name=\"{name}\">{after}"),
         3 => writeln!(text, "<parameter={name}"),
+        4 => write!(text, "<parameter name=\"{name}\" string=\"true\">{after}"),
+        5 => write!(text, "<parameter={name} type='string' x-y=\"a b\">{after}"),
         _ => write!(text, "<parameter={name}>{after}"),
     };
     let close = if is_repeated {
@@ -376,6 +378,9 @@ fn tags_that_are_no_markup_of_the_tool_stay() {
         "<parameter name=\"x\">",
         "<parameter name=\"n\">",
         "<parameter name='s' type=\"int\"/>",
+        "<parameter name='s' type=\"int\">",
+        "<parameter name=\"n\" string=\"false\">",
+        "<parameter name=\"n\" description=\"a b\" required>",
         "<parameter=x>",
         "<parameter>",
         "<parameter n>",
