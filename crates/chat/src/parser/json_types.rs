@@ -55,30 +55,27 @@ impl JsonTypes {
     /// Text that parses as an allowed type keeps the model's spelling, such as the digits of a number. Any other text
     /// is a string. If a string is allowed together with another type, a word of an `enum` is a string, and other text
     /// that parses as the other type has that type. Models also write `null` where the schema does not allow it, and
-    /// values in Python's spelling. Both are accepted unless the parameter may be a string; `None` is also accepted for
-    /// a string that may be null, because templates of models print null so.
+    /// values in Python's spelling, in a Markdown fence or in a JSON string. All of these are accepted unless the
+    /// parameter may be a string; `None` is also accepted for a string that may be null, because templates of models
+    /// print null so.
     pub fn json(&self, text: &str) -> String {
-        let word = text.trim();
-        if self.only_string() || self.words.iter().any(|known| known == text) {
-            return Value::from(text).to_string();
-        }
+        let is_word = self.only_string() || self.words.iter().any(|known| known == text);
+        let value = if is_word { None } else { self.value(text.trim()) };
+        let value = value.or_else(|| if self.string { None } else { self.value(unwrapped(text.trim())?.trim()) });
+        value.unwrap_or_else(|| Value::from(text).to_string())
+    }
+
+    /// The JSON of `word` if it is a value of an allowed type other than a string.
+    fn value(&self, word: &str) -> Option<String> {
         let is_boolean = self.others.has_any(TypeSet::BOOLEAN);
-        let literal = match word {
-            "null" | "None" if self.others.has(TypeSet::NULL) || !self.string => Some("null"),
-            "true" if is_boolean => Some("true"),
-            "false" if is_boolean => Some("false"),
-            "True" if is_boolean && !self.string => Some("true"),
-            "False" if is_boolean && !self.string => Some("false"),
-            _ => None,
-        };
-        if let Some(literal) = literal {
-            return literal.into();
+        match word {
+            "null" | "None" if self.others.has(TypeSet::NULL) || !self.string => Some("null".into()),
+            "true" | "false" if is_boolean => Some(word.into()),
+            "True" | "False" if is_boolean && !self.string => Some(word.to_lowercase()),
+            _ if self.fits(word) => Some(word.into()),
+            _ if self.string => None,
+            _ => python::to_json(word).filter(|json| self.fits(json)),
         }
-        if self.fits(word) {
-            return word.into();
-        }
-        let python = if self.string { None } else { python::to_json(word) };
-        python.filter(|json| self.fits(json)).unwrap_or_else(|| Value::from(text).to_string())
     }
 
     /// True if `json` is a number, an array or an object of an allowed type.
@@ -91,6 +88,12 @@ impl JsonTypes {
             },
         }
     }
+}
+
+/// The text in a Markdown fence or in a JSON string.
+fn unwrapped(text: &str) -> Option<String> {
+    let fenced = text.strip_prefix("```").and_then(|text| text.strip_suffix("```")?.split_once('\n'));
+    fenced.map(|(_, text)| text.to_owned()).or_else(|| serde_json::from_str(text).ok())
 }
 
 #[cfg(test)]
@@ -236,6 +239,25 @@ mod tests {
         // If a string is allowed, only JSON has another type.
         assert_eq!(read(json!({"type": ["string", "array"]}), "['a']"), "\"['a']\"");
         assert_eq!(read(json!({"type": ["string", "array"]}), "[1]"), "[1]");
+    }
+
+    #[test]
+    fn wrapped_values_are_read_where_strings_are_not_allowed() {
+        for (kind, text, expected) in [
+            ("array", "```json\n[1, 2]\n```", "[1, 2]"),
+            ("object", "```\n{'a': None}\n```\n", r#"{"a": null}"#),
+            ("array", r#""[{\"a\": \"b\"}]""#, r#"[{"a": "b"}]"#),
+            ("object", r#""{}""#, "{}"),
+            ("integer", "\"5\"", "5"),
+            ("boolean", "\"true\"", "true"),
+            ("boolean", "\"False\"", "false"),
+            ("object", "\"[1]\"", r#""\"[1]\"""#),
+            ("array", "```json\n{}\n```", r#""```json\n{}\n```""#),
+            ("string", "\"5\"", r#""\"5\"""#),
+        ] {
+            assert_eq!(read(json!({"type": kind}), text), expected, "{kind} {text:?}");
+        }
+        assert_eq!(read(json!({"type": ["string", "array"]}), "\"[1]\""), r#""\"[1]\"""#);
     }
 
     #[test]

@@ -81,6 +81,7 @@ fn tags_of_other_formats_are_read() {
         for parameters in [
             "<parameter name=\"s\">x</parameter>\n<parameter name=\"n\">1</parameter>",
             "<parameter=s>\nx\n</parameter>\n<Parameter = n>\n1\n</Parameter>",
+            "<parameter name=\"s\" string=\"true\">x</parameter>\n<parameter name=\"n\" string=\"false\">1</parameter>",
         ] {
             let one = format!("{open}\n{parameters}\n{close}");
             assert_eq!(parse(false, &one), ["0 f", r#"0 {"s":"x","n":1}"#], "{one}");

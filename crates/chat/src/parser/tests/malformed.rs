@@ -469,6 +469,13 @@ fn function_without_tool_call_is_call() {
 }
 
 #[test]
+fn call_after_much_white_space_is_read() {
+    let call = "<tool_call>\n<function=f>\n<parameter=n>\n1\n</parameter>\n</function>\n</tool_call>";
+    let text = format!("Ok.{}{call}", "\n".repeat(1500));
+    assert_eq!(whole(false, &text), ["C Ok.", "0 f", r#"0 {"n":1}"#]);
+}
+
+#[test]
 fn truncated_quote_stays_open() {
     for (body, arguments) in [
         ("<parameter=s>\n<function name='a'>\n</function>\n<b", r#"{"s":"<function name='a'>\n</function>\n<b"#),
