@@ -21,6 +21,8 @@ const MAX_BYTES: usize = 512 << 10;
 const MAX_SUBSCHEMAS: usize = 20_000;
 /// Maximum number of properties of all objects together. Compiling takes about a millisecond per property.
 const MAX_PROPERTIES: usize = 1000;
+/// A pattern counts as this many properties, because it is compared with every other pattern of its object.
+const PATTERN_PROPERTIES: usize = 16;
 const MAX_DEPTH: usize = 64;
 
 /// White space between the parts of JSON: none, a space, or a new line and its indentation. Without a bound, a model
@@ -176,9 +178,8 @@ impl<'a> Preparation<'a> {
                     count(value, &inner)?
                 }
                 ("properties" | "patternProperties", Value::Object(parts)) => {
-                    if key == "properties" {
-                        self.spend_properties(parts.len(), &inner)?;
-                    }
+                    let count = if key == "properties" { parts.len() } else { parts.len() * PATTERN_PROPERTIES };
+                    self.spend_properties(count, &inner)?;
                     let mut prepared = Map::new();
                     for (name, part) in parts {
                         let inner = format!("{inner}.{name}");

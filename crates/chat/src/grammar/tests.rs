@@ -1,3 +1,5 @@
+mod limits;
+
 use super::{test_validator, *};
 use crate::parser::{Delta, Parser};
 use serde_json::json;
@@ -424,23 +426,6 @@ fn cancelled_compilation_ends_early() {
     cancel.set();
     let error = GRAMMARS.compile(&cancel, &json_format(&any_object(), true), false, None).err().unwrap();
     assert!(error.reason.contains("cancelled"), "{error:?}");
-}
-
-#[test]
-fn properties_and_tools_are_bounded() {
-    let properties = |count: usize| {
-        let named: serde_json::Map<String, Value> = (0..count).map(|i| (format!("p{i}"), json!({}))).collect();
-        json!({"type": "object", "properties": named})
-    };
-    assert!(schema_error(properties(1001)).reason.contains("1000 properties"));
-    let calls = |tools: usize, parameters: usize| {
-        let tools = (0..tools).map(|i| (i, tool(&format!("f{i}"), &properties(parameters)))).collect();
-        let tools = Some(AllowedTools { tools, parallel: true });
-        compile(&OutputFormat { content: ContentFormat::Nothing, tools }).err()
-    };
-    assert_eq!(calls(20, 10), None);
-    assert!(calls(129, 1).unwrap().reason.contains("128"));
-    assert_eq!(calls(3, 800).unwrap().tool, Some(2));
 }
 
 /// The error of a forced call of a strict tool.

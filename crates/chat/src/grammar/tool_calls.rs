@@ -25,8 +25,11 @@ use std::fmt::Write;
 
 /// Maximum number of tools that one answer may call, as in OpenAI's API.
 const MAX_TOOLS: usize = 128;
-/// Maximum number of parameters of all tools together. Compiling takes about a millisecond per parameter.
+/// Maximum number of parameters of all tools together, in each set of a tool. Compiling takes about a millisecond per
+/// parameter.
 const MAX_PARAMETERS: usize = 2000;
+/// A value whose schema has this many bytes, with its definitions, counts as another parameter.
+const PARAMETER_BYTES: usize = 16 << 10;
 /// Maximum number of parameters with names that the schema does not list.
 const MAX_OPEN_PARAMETERS: usize = 1000;
 
@@ -75,13 +78,16 @@ fn write_tool(index: usize, tool: &Value, parameters_left: &mut usize) -> Result
         let reason = format!("there are more than {MAX_PARAMETER_SETS} ways to fill in the parameters");
         return Err(FormatError::new("", reason));
     }
-    let parameters = sets.iter().map(|set| set.names().len()).max().unwrap_or(0);
-    *parameters_left = parameters_left.checked_sub(parameters).ok_or_else(|| {
-        FormatError::new("", format!("the tools up to this one have more than {MAX_PARAMETERS} parameters"))
-    })?;
-    let grammar = CallGrammar::default();
-    let mut writer =
-        ToolWriter { index, root: &root, document: &document, sets: &sets, strict, grammar, impossible: None };
+    let mut writer = ToolWriter {
+        index,
+        root: &root,
+        document: &document,
+        sets: &sets,
+        strict,
+        parameters_left,
+        grammar: CallGrammar::default(),
+        impossible: None,
+    };
     let mut alternatives = Vec::new();
     for set in &sets {
         alternatives.extend(writer.parameters(set)?);
@@ -103,12 +109,21 @@ struct ToolWriter<'a> {
     document: &'a Document<'a>,
     sets: &'a [ParameterSet<'a>],
     strict: bool,
+    parameters_left: &'a mut usize,
     grammar: CallGrammar,
     /// Why no call can have some set of parameters.
     impossible: Option<FormatError>,
 }
 
 impl ToolWriter<'_> {
+    /// Counts parameters.
+    fn spend(&mut self, parameters: usize) -> Result<(), FormatError> {
+        let reason = || format!("the tools up to this one have more than {MAX_PARAMETERS} parameters");
+        let left = self.parameters_left.checked_sub(parameters).ok_or_else(|| FormatError::new("", reason()))?;
+        *self.parameters_left = left;
+        Ok(())
+    }
+
     /// Writes the expression of one set of parameters. `None` if no call can have these parameters.
     fn parameters(&mut self, set: &ParameterSet<'_>) -> Result<Option<String>, FormatError> {
         if let Some(keyword) = set.constant().filter(|_| self.strict) {
@@ -116,7 +131,9 @@ impl ToolWriter<'_> {
             return Err(FormatError::new(&format!(".{keyword}"), reason));
         }
         let mut listed = Vec::new();
-        for name in set.names() {
+        let names = set.names();
+        self.spend(names.len())?;
+        for name in names {
             check_name(name)?;
             let at = |error: FormatError| FormatError::new(&format!(".properties.{name}{}", error.path), error.reason);
             let schemas = set.schemas(name);
@@ -228,6 +245,7 @@ impl ToolWriter<'_> {
         if !types.is_empty() {
             let name = format!("value_{}_{}", self.index, self.grammar.values.len());
             let schema = json_schema::with_definitions(json_part(schemas, &value, &types), self.root, self.strict);
+            self.spend(schema.to_string().len() / PARAMETER_BYTES)?;
             let grammar = GrammarWithLexer::from_json_schema(schema);
             self.grammar.values.push(GrammarWithLexer { name: Some(name.clone()), ..grammar });
             alternatives.push(format!("@{name} {END}"));
