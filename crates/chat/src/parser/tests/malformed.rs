@@ -51,7 +51,8 @@ pub(super) const STRINGS: &[(&str, bool)] = &[
     ("<parameter=s>\n1\n</parameter>\n<parameter=n>\n2\n</parameter>\n", true),
     ("<function name=\"a\">\n  <parameter name=\"x\">1</parameter>\n</function>", true),
     ("<plugin>\n<parameter>v</parameter>\n</plugin>\n<Tool function={f}>\n</Tool>", true),
-    ("<parameter name='s' type=\"int\"/>\n<parameter name=\"n\" value=\"1\">", true),
+    ("<parameter name='s' type=\"int\"/>\n<parameter name=\"n\" value=\"1\"/>", true),
+    ("<tool>\n  <parameter name=\"n\" type=\"int\">1</parameter>\n</tool>", true),
     ("<parameters>\n<parameter-group name=\"n\">\n<param=n>\n</parameters >", true),
 ];
 
@@ -105,8 +106,9 @@ fn write_parameter(
         _ if is_plain => writeln!(text, "<parameter={name}>"),
         2 => write!(text, "<parameter name=\"{name}\">{after}"),
         3 => writeln!(text, "<parameter={name}"),
-        4 => write!(text, "<parameter name=\"{name}\" string=\"true\">{after}"),
-        5 => write!(text, "<parameter={name} type='string' x-y=\"a b\">{after}"),
+        // On the line of a value, their quotation marks could close one of the value.
+        4 if text.ends_with('\n') => write!(text, "<parameter name=\"{name}\" string=\"true\">{after}"),
+        5 if text.ends_with('\n') => write!(text, "<parameter={name} type='string' x-y=\"a b\">{after}"),
         _ => write!(text, "<parameter={name}>{after}"),
     };
     let close = if is_repeated {
