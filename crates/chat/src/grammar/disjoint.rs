@@ -130,6 +130,15 @@ mod tests {
             (json!([{"$ref": "#/$defs/loop"}, {"type": "string"}]), false),
             (json!([{"const": 9007199254740993i64}, {"const": 9007199254740992i64}]), false),
             (json!([{"minimum": 1}, {"type": "string"}]), false),
+            // Objects that exclude a required property of the other alternative.
+            (json!([tagged("cat"), {"type": "object", "properties": {"x": {}}, "additionalProperties": false}]), true),
+            (json!([tagged("cat"), {"type": "object", "patternProperties": {"^k": {"type": "integer"}}}]), true),
+            (json!([tagged("cat"), {"type": "object", "additionalProperties": {"type": "integer"}}]), true),
+            (json!([tagged("cat"), {"type": "object", "patternProperties": {"^x": false}}]), false),
+            (json!([tagged("cat"), {"properties": {"x": {}}, "additionalProperties": false}]), true),
+            (json!([{"required": ["k"]}, {"properties": {"x": {}}, "additionalProperties": false}]), false),
+            (json!([{"anyOf": [tagged("a"), tagged("b")]}, {"anyOf": [tagged("c"), {"type": "null"}]}]), true),
+            (json!([{"anyOf": [tagged("a"), tagged("b")]}, {"anyOf": [tagged("c"), tagged("a")]}]), false),
             (json!([]), true),
         ] {
             assert_eq!(
