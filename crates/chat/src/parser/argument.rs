@@ -72,7 +72,7 @@ impl PendingArgument {
 
     /// True if the value that starts with `text` is an array or an object, whose strings may have any text.
     pub fn is_nested(&self, text: &str) -> bool {
-        self.held.as_ref().is_some_and(|held| self.types.are_nested(&format!("{held}{text}")))
+        self.held.as_ref().is_some_and(|held| self.types.are_nested(if held.trim().is_empty() { text } else { held }))
     }
 
     /// Takes the next piece of the value and returns the JSON that can be written.
