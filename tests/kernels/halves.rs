@@ -34,7 +34,7 @@ fn products(host: &mut Host, x: &[f32], sample: &Sample, cols: usize, norm: Opti
 }
 
 /// The products of the rows of `x` with each matrix, on the kernels for few rows if `has_short` is true and they fit.
-/// Also returns the kernel.
+/// Also returns the kernels.
 fn products_of(
     host: &mut Host,
     x: &[f32],
@@ -42,7 +42,7 @@ fn products_of(
     cols: usize,
     norm: Option<&[f32]>,
     has_short: bool,
-) -> (Vec<f32>, &'static str) {
+) -> (Vec<f32>, Vec<&'static str>) {
     let tokens = x.len() / cols;
     let width: usize = matrices.iter().map(|matrix| matrix.rows).sum();
     let (x, y) = (host.floats(x), host.empty(tokens * width * 4));
@@ -51,7 +51,7 @@ fn products_of(
     let op = Linear { x, tokens, norm, matrices, y, add: false };
     let launches = op.half_launches(buffers);
     launches.iter().for_each(|launch| host.run(launch));
-    (host.read_floats(y), launches[1].kernel)
+    (host.read_floats(y), launches.iter().map(|launch| launch.kernel).collect())
 }
 
 fn largest(values: &[f64]) -> f64 {
@@ -111,14 +111,14 @@ fn few_half_rows_equal_many() {
         x.chunks_mut(cols).enumerate().for_each(|(row, values)| values[row % cols] *= 1e4);
         let weight = random.normals(cols);
         for norm in [None, Some(&weight[..])] {
-            let (together, kernel) = products_of(&mut host, &x, &matrices, cols, norm, true);
-            assert_eq!(kernel, "gemm");
+            let (together, launched) = products_of(&mut host, &x, &matrices, cols, norm, true);
+            assert_eq!(launched, ["rows_to_half", "gemm"]);
             for chunks in [&[1, 15, 16, 17, 23][..], &[32, 40], &[33, 2, 5, 32], &[64, 8]] {
                 let mut first = 0;
                 for count in chunks {
                     let rows = &x[first * cols..(first + count) * cols];
-                    let (some, kernel) = products_of(&mut host, rows, &matrices, cols, norm, true);
-                    kernels.insert(kernel);
+                    let (some, launched) = products_of(&mut host, rows, &matrices, cols, norm, true);
+                    kernels.insert(launched[1]);
                     assert!(some == together[first * width..(first + count) * width], "{cols}: {first} + {count}");
                     first += count;
                 }
@@ -127,6 +127,49 @@ fn few_half_rows_equal_many() {
         }
     }
     assert_eq!(kernels.into_iter().collect::<Vec<_>>(), ["gemm_short_16", "gemm_short_32", "gemm_short_64"]);
+}
+
+/// Matrices with few rows in another format have f32 launches. The others keep the kernel of their format.
+#[test]
+fn few_rows_of_another_format_are_exact() {
+    let (mut host, mut random, cols) = (Host::start(), Random(10), 640);
+    let affine8 = WeightFormat::Affine { bits: 8, group: 32, scale: Float::F16 };
+    let formats =
+        [WeightFormat::Dense(Float::Bf16), WeightFormat::Fp8(Some(Float::Bf16)), affine8, WeightFormat::Mxfp4];
+    let (x, weight) = (random.normals(70 * cols), random.normals(cols));
+    for codes in formats {
+        let few = 1 + random.below(15);
+        let samples = [(codes, few), (AFFINE4, 67), (codes, 16), (codes, 17)]
+            .map(|(codes, rows)| matrix(&mut host, &mut random, codes, rows, cols));
+        for (count, norm) in [(2, None), (3, Some(&weight[..])), (4, None), (4, Some(&weight[..]))] {
+            let matrices: Vec<Weight> = samples[..count].iter().map(|sample| sample.matrix).collect();
+            let width: usize = matrices.iter().map(|matrix| matrix.rows).sum();
+            let (together, launched) = products_of(&mut host, &x, &matrices, cols, norm, true);
+            let few_rows = if norm.is_some() { "gemv_any_norm_2" } else { "gemv_any_2" };
+            let expected = ["rows_to_half", few_rows, "gemm", few_rows, "gemm_any"];
+            assert_eq!(launched, expected[..=count], "{codes:?}");
+            let mut first = 0;
+            for rows in [1, 16, 53] {
+                let part = &x[first * cols..(first + rows) * cols];
+                let (some, _) = products_of(&mut host, part, &matrices, cols, norm, true);
+                assert!(some == together[first * width..(first + rows) * width], "rows {first} + {rows}");
+                first += rows;
+            }
+            for (row, found) in wide(&x).chunks(cols).zip(together.chunks(width)) {
+                let row = norm.map_or_else(|| row.to_vec(), |weight| rms(row, &wide(weight), 1e-6));
+                let mut found = found.iter();
+                for sample in &samples[..count] {
+                    let expected = product(&row, &sample.values, cols);
+                    let of = expected.iter().zip(found.by_ref());
+                    let off = of.map(|(e, f)| (f64::from(*f) - e).abs()).fold(0.0, f64::max);
+                    let sizes = |of: &[f64]| of.iter().map(|value| value.abs()).collect::<Vec<_>>();
+                    let size = largest(&product(&sizes(&row), &sizes(&sample.values), cols));
+                    let bound = if sample.matrix.rows <= 16 { 1e-6 } else { CLOSE } * size;
+                    assert!(off < bound, "{codes:?}, {count} matrices, {} rows: off by {off}", sample.matrix.rows);
+                }
+            }
+        }
+    }
 }
 
 #[test]

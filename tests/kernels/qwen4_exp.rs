@@ -4,7 +4,7 @@
 
 use crate::{
     forward::common::{
-        argmax, decode, forward_with_snapshots, fp8_checkpoint, load_with, prefill,
+        Routes, argmax, decode, forward_with_snapshots, fp8_checkpoint, load_with, prefill,
         qwen4_exp::{cases, check, dir, synthetic},
         qwen4_images,
         sequence_mix::{mix, mixes},
@@ -21,7 +21,7 @@ use moestro_model::{
     },
     plan::Parallel,
 };
-use std::path::Path;
+use std::{collections::BTreeSet, path::Path};
 
 /// Largest difference of a logit, since keys and values have 16 bits.
 const LOGIT: f32 = 2e-4;
@@ -89,23 +89,47 @@ fn logits_ignore_chunks_and_slots() {
 
 /// Matrices of the trunk and packed experts in FP8.
 #[test]
-#[ignore = "long: three models"]
+#[ignore = "long: four models"]
 fn fp8_checkpoint_matches_its_values_in_f32() {
     let ([fp8, plain], root) = (fp8_checkpoint::written(), tempfile::tempdir().unwrap());
     let dir = root.path().join("model");
     std::fs::rename(fp8.keep(), &dir).unwrap();
     let found = CheckpointInfo::unpacked(&dir, &options(false)).unwrap();
     pack::write(&found.experts, &found.files, &dir.with_extension("pack"), &|_| ()).unwrap();
-    let case = &cases()[0];
-    let (expected, ..) = prefill(&mut load_with(plain.path(), options(false)), &case.prompt, 1024);
-    for (slots, half, bound) in [(None, false, LOGIT), (Some(60), false, LOGIT), (None, true, HALF)] {
+    let prompt = &cases()[0].prompt;
+    let on_cpu = || prefill(&mut load_with(plain.path(), options(false)), prompt, 1024);
+    let on_kernels = |slots, half| {
         let mut options = LoadOptions { gpu: Some(u64::MAX), ..options(false) };
         options.store.slots = slots;
         let mut gpu = HostGpu::new(Host::fast());
         gpu.halves = half;
-        let (found, ..) = prefill(&mut placed(&dir, options, gpu), &case.prompt, 7);
-        check(case.name, &found.data, &expected.data, bound);
+        prefill(&mut placed(&dir, options, gpu), prompt, 7)
+    };
+    let (expected, _, routes) = on_cpu();
+    for slots in [None, Some(60)] {
+        check("f32", &on_kernels(slots, false).0.data, &expected.data, LOGIT);
     }
+    // Half precision may choose another expert if two scores are nearly equal, which changes this row and later rows.
+    let (found, _, half_routes) = on_kernels(None, true);
+    let same = (0..prompt.len()).take_while(|row| experts_of(&routes, *row) == experts_of(&half_routes, *row)).count();
+    check("same experts", &found.data[..same * found.vocab], &expected.data[..same * found.vocab], HALF);
+    // All experts of each layer: there is no choice.
+    [dir.as_path(), plain.path()].into_iter().for_each(choose_all_experts);
+    check("all experts", &on_kernels(None, true).0.data, &on_cpu().0.data, HALF);
+}
+
+/// The experts of a row in each layer.
+fn experts_of(routes: &[Routes], row: usize) -> Vec<BTreeSet<u32>> {
+    routes.iter().map(|layer| layer.ids[row * layer.k..(row + 1) * layer.k].iter().copied().collect()).collect()
+}
+
+/// Changes the model in `dir` so that each row has all experts.
+fn choose_all_experts(dir: &Path) {
+    let path = dir.join("config.json");
+    let mut json: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    let text = &mut json["text_config"];
+    text["num_experts_per_tok"] = text["num_experts"].clone();
+    std::fs::write(path, json.to_string()).unwrap();
 }
 
 #[test]

@@ -35,24 +35,35 @@ pub(super) fn pad_to_four(matrices: &[Weight]) -> impl Iterator<Item = &Weight> 
 /// launch would not fill a large GPU, and each simdgroup would wait for many loads in turn.
 const SPLIT_K_MAX_ROWS: usize = 4096;
 
+/// True if the kernels of 4-bit and 8-bit weights can read this matrix.
+fn is_fast(matrix: &Weight) -> bool {
+    fast(matrix.codes, matrix.global_scale, matrix.cols, &[4, 8])
+}
+
+/// The part of `rows` rows of `width` floats that starts at column `at` of the first row.
+fn columns_from(y: Region, rows: usize, at: usize, width: usize) -> Region {
+    y.floats(rows * width).part(at * 4, (rows * width - at) * 4)
+}
+
 impl Linear<'_> {
     /// Panics if there is no matrix, or more than four.
     pub fn launch(&self) -> Launch {
-        self.launch_with(self.width(), self.width() <= SPLIT_K_MAX_ROWS)
+        self.launch_with(0, self.width(), self.width() <= SPLIT_K_MAX_ROWS)
     }
 
     /// A launch that never splits the columns, with the output in the first columns of rows of `width` floats.
     pub(in crate::ops) fn launch_into(&self, width: usize) -> Launch {
-        self.launch_with(width, false)
+        self.launch_with(0, width, false)
     }
 
-    fn launch_with(&self, width: usize, split_k: bool) -> Launch {
+    /// A launch whose output starts at column `at` of rows of `width` floats.
+    fn launch_with(&self, at: usize, width: usize, split_k: bool) -> Launch {
         let Self { x, tokens, norm, matrices, y, add } = *self;
         let cols = self.cols();
-        let any = !matrices.iter().all(|m| fast(m.codes, m.global_scale, m.cols, &[4, 8]));
+        let any = !matrices.iter().all(is_fast);
         let keep = norm.and_then(|n| n.keep);
         let x = x.floats(tokens * cols);
-        let y = y.floats(tokens * width);
+        let y = columns_from(y, tokens, at, width);
         let mut bindings = vec![
             Binding::read(x),
             Binding::read(norm.map_or(x.first(0), |n| n.weight.floats(cols))),
@@ -171,12 +182,12 @@ impl HalfRows {
 
     /// `y = x W^T` for one to four matrices, or `y += x W^T` if `add` is true. The results of the matrices are adjacent
     /// and start at column `at` of rows of `width` floats.
-    pub fn product(&self, matrices: &[Weight], y: Region, at: usize, width: usize, add: bool) -> Launch {
+    fn product(&self, matrices: &[Weight], y: Region, at: usize, width: usize, add: bool) -> Launch {
         let tokens = self.scales.len / 4;
         let cols = self.cols;
-        let any = !matrices.iter().all(|m| fast(m.codes, m.global_scale, m.cols, &[4, 8]));
+        let any = !matrices.iter().all(is_fast);
         let rows: usize = matrices.iter().map(|m| m.rows).sum();
-        let y = y.floats(tokens * width).part(at * 4, (tokens * width - at) * 4);
+        let y = columns_from(y, tokens, at, width);
         let mut bindings = self.bindings().to_vec();
         bindings.push(if add || rows < width { Binding::read_write(y) } else { Binding::write(y) });
         bindings.extend(pad_to_four(matrices).flat_map(Weight::bindings));
@@ -196,13 +207,33 @@ impl HalfRows {
     }
 }
 
+/// Maximum number of rows of a matrix that a prompt multiplies in f32, if `gemm` cannot read the matrix. `gemm_any`
+/// waits for memory at every step, so the few threadgroups of such a matrix take longer than all others of a launch.
+const FEW_ROWS: usize = 16;
+
 impl Linear<'_> {
     /// [`Linear::launch`] in half precision on matrix units.
-    pub fn half_launches(&self, buffers: HalfBuffers) -> [Launch; 2] {
-        let Self { x, tokens, norm, matrices, y, add } = *self;
-        let cols = self.cols();
-        let width = self.width();
-        let rows = buffers.rows(tokens, cols);
-        [rows.fill(x, cols, norm), rows.product(matrices, y, 0, width, add)]
+    pub fn half_launches(&self, buffers: HalfBuffers) -> Vec<Launch> {
+        let Self { x, tokens, norm, .. } = *self;
+        let rows = buffers.rows(tokens, self.cols());
+        let part = Linear { norm: norm.map(|norm| Norm { keep: None, ..norm }), ..*self };
+        [vec![rows.fill(x, self.cols(), norm)], part.products(&rows, 0, self.width())].concat()
+    }
+
+    /// The products of `rows`, the half-precision rows of x, from column `at` of rows of `width` floats. Matrices with
+    /// few rows in another format than `gemm`'s are multiplied in f32. This choice depends on the matrix only, so a row
+    /// has the same bytes in every chunk of a prompt.
+    pub(in crate::ops) fn products(&self, rows: &HalfRows, mut at: usize, width: usize) -> Vec<Launch> {
+        let has_few_rows = |matrix: &Weight| matrix.rows <= FEW_ROWS && !is_fast(matrix);
+        let mut launches = Vec::new();
+        for matrices in self.matrices.chunk_by(|one, next| has_few_rows(one) == has_few_rows(next)) {
+            let part = Linear { matrices, ..*self };
+            launches.push(match matrices.iter().any(has_few_rows) {
+                true => part.launch_with(at, width, true),
+                false => rows.product(matrices, self.y, at, width, self.add),
+            });
+            at += part.width();
+        }
+        launches
     }
 }

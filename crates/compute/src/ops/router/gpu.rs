@@ -39,7 +39,8 @@ impl Router<'_> {
         let router = Linear { x: kept, tokens, norm: None, matrices, y: scores, add: false };
         let mut launches = vec![rows.fill(x, cols, norm), router.launch_into(width)];
         if let Some(SharedExpert { gate_up: [gate, up], result, .. }) = self.shared() {
-            launches.push(rows.product(&[*gate, *up, *result], scores, experts, width, false));
+            let shared = Linear { matrices: &[*gate, *up, *result], ..router };
+            launches.extend(shared.products(&rows, experts, width));
         }
         launches.push(self.choice());
         Some(launches)

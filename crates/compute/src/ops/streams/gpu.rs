@@ -28,7 +28,7 @@ impl ReadStreams<'_> {
             [self.streams, buffers.normed, buffers.gates].map(|region| region.floats(tokens * width));
         let product = |x: Region, matrices: &[Weight], y: Region| {
             let linear = Linear { x, tokens, norm: None, matrices, y, add: false };
-            half.map_or_else(|| vec![linear.launch()], |half| linear.half_launches(half).to_vec())
+            half.map_or_else(|| vec![linear.launch()], |half| linear.half_launches(half))
         };
         let down: Vec<Weight> = [weights.down].into_iter().chain(weights.inject).collect();
         let low_width = down.iter().map(|matrix| matrix.rows).sum();
