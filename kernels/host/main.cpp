@@ -8,13 +8,14 @@
 //   'A' id                      the answer is the address of a buffer, 8 bytes
 //   'P'                         the answer is the number of multiplications on matrix units of the last launch, 8 bytes
 //   'L'                         the answer is the number of loads of keys and values by simdgroups, 8 bytes
-//   'D' name-length NAME words ARGS bindings {id offset bytes access}... grid[3] threads twice
+//   'D' name-length NAME words ARGS bindings {id offset bytes access}... grid[3] threads twice reuse
 //                               launches; the answer is a byte 0, or a byte 1, a length and a message
 //   'N'                         lists kernels; the answer is a length and the names, a space after each
 //
 // Under AddressSanitizer, a binding is copied to a heap block of exactly its bytes and alignment, so that every overrun
 // is found. Otherwise a binding is the memory of the buffer itself. Outputs start as 0xff. With `twice`, the launch
-// also runs backwards and must give the same bytes.
+// also runs backwards and must give the same bytes. With `reuse`, a launch that gets the same bytes as an earlier one is
+// not computed again: the program copies the earlier outputs.
 #include <memory>
 
 #ifdef FIBER_ASAN
@@ -97,8 +98,42 @@ struct Block {
   Block(const Block&) = delete;
 };
 
+// A hash of 128 bits.
+struct Hash {
+  ulong a = 1, b = 2;
+  void add(const void* from, size_t bytes) {
+    const uchar* p = (const uchar*)from;
+    for (; bytes; p += 8) {
+      ulong w = bytes;
+      const size_t n = bytes < 8 ? bytes : 8;
+      memcpy(&w, p, n);
+      a = (a ^ w) * 0x9e3779b97f4a7c15ul, a ^= a >> 32;
+      b = (b + w) * 0xc2b2ae3d27d4eb4ful, b ^= b >> 29;
+      bytes -= n;
+    }
+  }
+};
+
+// Results that may be copied: the outputs of a launch by the hash of all that the kernel gets.
+std::map<std::pair<ulong, ulong>, std::vector<std::vector<uchar>>> known;
+size_t known_bytes = 0;
+const size_t max_launch_bytes = 4 << 20, max_known_bytes = 256 << 20;
+
+std::pair<ulong, ulong> key_of(const std::string& name, const std::vector<uint>& args,
+                               const std::vector<Binding>& bindings, uint3 grid, uint threads) {
+  Hash hash;
+  hash.add(name.data(), name.size());
+  hash.add(args.data(), args.size() * 4);
+  hash.add(&grid, sizeof grid), hash.add(&threads, 4);
+  for (const Binding& b : bindings) {
+    hash.add(&b.bytes, 4), hash.add(&b.access, 4);
+    if (b.access != Out) hash.add(buffers[b.id].data() + b.offset, b.bytes);
+  }
+  return {hash.a, hash.b};
+}
+
 std::string run(const std::string& name, std::vector<uint>& args, const std::vector<Binding>& bindings, uint3 grid,
-                uint threads, bool twice) {
+                uint threads, bool twice, bool reuse) {
   auto found = host::kernels().find(name);
   if (found == host::kernels().end()) return "there is no kernel " + name;
   const host::Kernel& kernel = found->second;
@@ -111,6 +146,20 @@ std::string run(const std::string& name, std::vector<uint>& args, const std::vec
   for (const Binding& b : bindings)
     if (!buffers.count(b.id) || size_t(b.offset) + b.bytes > buffers[b.id].size())
       return name + ": a binding outside its buffer";
+  size_t total = 0;
+  for (const Binding& b : bindings) total += b.bytes;
+  reuse = reuse && total <= max_launch_bytes;
+  std::pair<ulong, ulong> key;
+  if (reuse) {
+    key = key_of(name, args, bindings, grid, threads);
+    const auto same = known.find(key);
+    if (same != known.end()) {
+      size_t next = 0;
+      for (const Binding& b : bindings)
+        if (b.access != In && b.bytes) memcpy(buffers[b.id].data() + b.offset, same->second[next++].data(), b.bytes);
+      return "";
+    }
+  }
 #ifdef FIBER_ASAN
   const bool copy = true;
 #else
@@ -139,6 +188,15 @@ std::string run(const std::string& name, std::vector<uint>& args, const std::vec
       if (pass == int(twice)) memcpy(buffers[b.id].data() + b.offset, out, b.bytes);
     }
   }
+  if (reuse) {
+    if (known_bytes > max_known_bytes) known.clear(), known_bytes = 0;
+    auto& results = known[key];
+    for (const Binding& b : bindings) {
+      if (b.access == In || !b.bytes) continue;
+      const uchar* out = buffers[b.id].data() + b.offset;
+      results.emplace_back(out, out + b.bytes), known_bytes += b.bytes;
+    }
+  }
   return "";
 }
 
@@ -156,8 +214,8 @@ int main() {
       std::vector<Binding> bindings(word());
       take(bindings.data(), bindings.size() * sizeof(Binding));
       uint3 grid = {word(), word(), word()};
-      uint threads = word(), twice = word();
-      answer(run(name, args, bindings, grid, threads, twice != 0));
+      uint threads = word(), twice = word(), reuse = word();
+      answer(run(name, args, bindings, grid, threads, twice != 0, reuse != 0));
       continue;
     }
     if (what == 'N') {

@@ -67,8 +67,8 @@ pub struct Control {
     pub message: Option<&'static str>,
     /// Maximum number of threads in a threadgroup, for every kernel. The default is 1024.
     pub max_threads: Option<u32>,
-    /// A kernel that does not compile.
-    pub broken_kernel: Option<&'static str>,
+    /// Kernels that do not compile.
+    pub broken_kernels: &'static [&'static str],
     /// Number of residency sets after which the double refuses to create one.
     pub max_sets: Option<usize>,
     /// True if the double drops the pipeline of [`Driver::encode_fault`] at once, which is an error.
@@ -149,7 +149,7 @@ fn overlap(a: Region, b: Region) -> bool {
 
 impl Double {
     pub fn new(mut host: Host) -> Self {
-        host.twice = false;
+        (host.twice, host.reuses_results) = (false, true);
         Self(RefCell::new(Inner {
             host,
             random: Dice(1),
@@ -258,7 +258,7 @@ impl Inner {
 
     /// The pipeline of a kernel.
     fn pipeline(&mut self, kernel: &'static str) -> Result<Weak<()>, DeviceError> {
-        if self.control.lock().unwrap().broken_kernel == Some(kernel) {
+        if self.control.lock().unwrap().broken_kernels.contains(&kernel) {
             return Err(DeviceError(format!("{kernel} does not compile")));
         }
         Ok(Arc::downgrade(self.pipelines.entry(kernel).or_default()))
@@ -347,9 +347,9 @@ impl Driver for Double {
 
     fn compile(&mut self) -> Vec<(String, Option<DeviceError>)> {
         let inner = self.0.get_mut();
-        let broken = inner.control.lock().unwrap().broken_kernel;
+        let broken = inner.control.lock().unwrap().broken_kernels;
         match inner.refused("compile") {
-            Ok(()) => broken.map(|kernel| (kernel.into(), inner.pipeline(kernel).err())).into_iter().collect(),
+            Ok(()) => broken.iter().map(|kernel| ((*kernel).into(), inner.pipeline(kernel).err())).collect(),
             Err(error) => vec![("kernels/some.metal".into(), Some(error))],
         }
     }
@@ -358,7 +358,7 @@ impl Driver for Double {
         let inner = self.0.get_mut();
         match inner.called("max_threads") {
             Some(fault) => Err(DeviceError(format!("{kernel}: {fault:?}"))),
-            None if inner.control.lock().unwrap().broken_kernel == Some(kernel) => {
+            None if inner.control.lock().unwrap().broken_kernels.contains(&kernel) => {
                 Err(DeviceError(format!("{kernel} does not compile")))
             }
             None => Ok(inner.control.lock().unwrap().max_threads.unwrap_or(1024)),

@@ -68,7 +68,7 @@ impl HostGpu {
     /// Creates a device that runs each launch once. Other tests check that kernels do not depend on the order of
     /// threads.
     pub fn new(mut host: Host) -> Self {
-        host.twice = false;
+        (host.twice, host.reuses_results) = (false, true);
         let (adopted, pending, failed) = Default::default();
         Self {
             inner: RefCell::new(Inner { host, adopted, pending, event: 0, failed, asked: 0 }),

@@ -175,6 +175,9 @@ pub struct Host {
     buffers: u32,
     /// True if every launch runs twice, with the threads in forward and in reverse order, and the results are compared.
     pub twice: bool,
+    /// True if a launch that gets the same bytes as an earlier one is not computed again. A kernel depends only on these
+    /// bytes, unless it has a table of addresses.
+    pub reuses_results: bool,
 }
 
 impl Host {
@@ -233,7 +236,7 @@ impl Host {
             .spawn()
             .unwrap();
         let (to, from) = (child.stdin.take().unwrap(), child.stdout.take().unwrap());
-        Self { child, to, from, buffers: 0, twice: true }
+        Self { child, to, from, buffers: 0, twice: true, reuses_results: false }
     }
 
     /// A buffer of `len` bytes filled with 0xff. Read as floats, these bytes are NaN.
@@ -343,7 +346,8 @@ impl Host {
             words.extend([binding.region.buffer, binding.region.offset as u32, binding.region.len as u32, effect]);
         }
         words.extend(launch.grid);
-        words.extend([launch.threads, self.twice.into()]);
+        let reuses_results = self.reuses_results && !launch.bindings.iter().any(|binding| binding.is_table);
+        words.extend([launch.threads, self.twice.into(), reuses_results.into()]);
         let tail: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
         let name = [launch.kernel.as_bytes(), &tail].concat();
         self.send(b"D", &[launch.kernel.len() as u32], &name);
