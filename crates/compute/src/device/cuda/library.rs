@@ -292,7 +292,7 @@ mod tests {
         assert_eq!(uncached.read_cache(), None);
     }
 
-    /// Kernels that decoding, drafts and short prompts use with 4-bit and 8-bit weights.
+    /// Kernels of `linear` and `moe` that decoding, drafts and short prompts use with 4-bit and 8-bit weights.
     const DECODE_KERNELS: [&str; 26] = [
         "gemm_short_16",
         "gemm_short_32",
@@ -335,34 +335,27 @@ mod tests {
         }
     }
 
-    /// Runs only if NVRTC is installed. Needs no GPU.
+    /// Runs only if NVRTC is installed. Needs no GPU. [`registers`] compiles every file, but with another limit.
     #[test]
-    fn nvrtc_compiles_every_file() {
+    fn decode_kernels_spill_little() {
         // SAFETY: as in `KernelSource::build`.
         if !unsafe { nvrtc::sys::is_culib_present() } {
             return println!("skipped: libnvrtc is not installed");
         }
-        if registers::ran_without_nvrtc_cache(nvrtc_compiles_every_file) {
+        if registers::ran_without_nvrtc_cache(decode_kernels_spill_little) {
             return;
         }
-        let mut all = Vec::new();
         let mut stack = BTreeMap::new();
-        for file in kernels::FILES {
+        for file in kernels::FILES.into_iter().filter(|file| ["linear", "moe"].contains(&file.name)) {
             let mut source = KernelSource::new(file, "sm_90", 0, None);
             source.options.push("--ptxas-options=-v".into());
-            let (code, log) = source.build().unwrap_or_else(|log| panic!("{}: {log}", file.name));
-            all.extend(names(&code));
+            let (_, log) = source.build().unwrap_or_else(|log| panic!("{}: {log}", file.name));
             read_stack_sizes(&log, &mut stack);
         }
         // Registers that do not fit spill to the stack. On an H200, with 400 bytes of spills, a product of two rows
         // took 4.6 times as long as a product of one row.
         for kernel in DECODE_KERNELS {
             assert!(stack[kernel] <= 32, "{kernel} has {} bytes on its stack", stack[kernel]);
-        }
-        for kernel in
-            ["gemv_1", "moe_gate_up", "router", "attention_decode_256", "gated_delta_128", "rms_norm", "embed"]
-        {
-            assert!(all.iter().any(|name| name == kernel), "{kernel} is not among {all:?}");
         }
         let wrong = kernels::KernelFile { name: "norm", text: "KERNEL(broken", registers: 80 };
         let wrong = KernelSource::new(wrong, "sm_90", 0, None);
