@@ -38,7 +38,7 @@ pub async fn count_tokens(server: Generator, body: Body) -> Result<Json<Value>, 
 
 async fn read(state: &ServerState, body: Body) -> Result<(MessagesRequest, MemoryPermit), ApiError> {
     let (common, mut request, permit) =
-        body::request::<_, MessagesRequest>(state, body, fields::MESSAGES, true).await?;
+        body::request::<_, MessagesRequest>(state, body, fields::MESSAGES, body::ParsedValues::Translated).await?;
     request.common = common;
     Ok((request, permit))
 }

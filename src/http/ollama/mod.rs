@@ -33,14 +33,20 @@ pub async fn running() -> &'static str {
 
 pub async fn chat(server: Generator, body: Body) -> Result<Response, ApiError> {
     let (common, request, permit) =
-        body::request::<OllamaCommon, OllamaChat>(&server.state, body, fields::OLLAMA_CHAT, false).await?;
+        body::request::<OllamaCommon, OllamaChat>(&server.state, body, fields::OLLAMA_CHAT, body::ParsedValues::Kept)
+            .await?;
     let renderer = OllamaRenderer::chat(common.model.clone());
     answer(server, permit, renderer, common.clone(), request.into_chat(common)?).await
 }
 
 pub async fn generate(server: Generator, body: Body) -> Result<Response, ApiError> {
-    let (common, request, permit) =
-        body::request::<OllamaCommon, OllamaGenerate>(&server.state, body, fields::OLLAMA_GENERATE, false).await?;
+    let (common, request, permit) = body::request::<OllamaCommon, OllamaGenerate>(
+        &server.state,
+        body,
+        fields::OLLAMA_GENERATE,
+        body::ParsedValues::Kept,
+    )
+    .await?;
     let renderer = OllamaRenderer::generate(common.model.clone());
     answer(server, permit, renderer, common.clone(), request.into_generation(common)?).await
 }

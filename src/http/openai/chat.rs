@@ -30,7 +30,7 @@ use std::{mem, sync::Arc};
 
 pub async fn chat(server: Generator, body: Body) -> Result<Response, ApiError> {
     let (common, request, permit) =
-        body::request::<CommonFields, ChatRequest>(&server.state, body, fields::CHAT, false).await?;
+        body::request::<CommonFields, ChatRequest>(&server.state, body, fields::CHAT, body::ParsedValues::Kept).await?;
     let streams = common.streams();
     let includes_usage = common.includes_usage();
     let uses_functions = request.functions.is_some();

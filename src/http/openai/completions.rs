@@ -25,8 +25,13 @@ use std::sync::Arc;
 const DEFAULT_TOKENS: usize = 16;
 
 pub async fn completions(server: Generator, body: Body) -> Result<Response, ApiError> {
-    let (common, request, permit) =
-        body::request::<CommonFields, CompletionRequest>(&server.state, body, fields::COMPLETIONS, false).await?;
+    let (common, request, permit) = body::request::<CommonFields, CompletionRequest>(
+        &server.state,
+        body,
+        fields::COMPLETIONS,
+        body::ParsedValues::Kept,
+    )
+    .await?;
     let includes_usage = common.includes_usage();
     let echoes = request.echo.unwrap_or(false);
     let request = request.into_generation(common)?;

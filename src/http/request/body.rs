@@ -77,17 +77,25 @@ pub async fn json<T>(state: &ServerState, body: Body) -> Result<(T, MemoryPermit
 where
     T: DeserializeOwned + Send + 'static,
 {
-    parsed(state, body, false, parse).await
+    parsed(state, body, ParsedValues::Kept, parse).await
+}
+
+/// What happens to the parsed values of a request.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum ParsedValues {
+    /// They are used as they are.
+    Kept,
+    /// They are translated to other values, for which the permit holds memory, too.
+    Translated,
 }
 
 /// Reads a generation request in two parts: the fields `C` that several requests share, and the fields of `T`. `known`
-/// lists the fields of both. (An error within serde's `flatten` would not name its field.) If the request is translated
-/// to other values, the permit holds their memory, too.
+/// lists the fields of both. (An error within serde's `flatten` would not name its field.)
 pub async fn request<C, T>(
     state: &ServerState,
     body: Body,
     known: FieldTable,
-    is_translated: bool,
+    values: ParsedValues,
 ) -> Result<(C, T, MemoryPermit), ApiError>
 where
     C: DeserializeOwned + Send + 'static,
@@ -97,14 +105,14 @@ where
         let object = checked(bytes, known)?;
         Ok((typed(&object)?, typed(object)?))
     };
-    let ((common, request), permit) = parsed(state, body, is_translated, both).await?;
+    let ((common, request), permit) = parsed(state, body, values, both).await?;
     Ok((common, request, permit))
 }
 
 async fn parsed<T, P>(
     state: &ServerState,
     body: Body,
-    is_translated: bool,
+    values: ParsedValues,
     parse: P,
 ) -> Result<(T, MemoryPermit), ApiError>
 where
@@ -114,7 +122,10 @@ where
     let mut permit = state.memory.permit();
     let bytes = read(body, state.body_limit, state.timeouts.body, &mut permit).await?;
     let parsed = memory::parsed_bytes(&bytes);
-    permit.grow(if is_translated { 2 * parsed - bytes.len() } else { parsed })?;
+    permit.grow(match values {
+        ParsedValues::Kept => parsed,
+        ParsedValues::Translated => 2 * parsed - bytes.len(),
+    })?;
     let read = if bytes.len() < SMALL_BODY { parse(&bytes)? } else { permit.run(move || parse(&bytes)).await?? };
     Ok((read, permit))
 }

@@ -75,7 +75,7 @@ pub async fn read(
     body: Body,
 ) -> Result<(ResponsesRequest, Vec<Value>, Vec<Value>, MemoryPermit), ApiError> {
     let (common, request, mut permit) =
-        body::request::<_, ResponsesRequest>(state, body, fields::RESPONSES, true).await?;
+        body::request::<_, ResponsesRequest>(state, body, fields::RESPONSES, body::ParsedValues::Translated).await?;
     // In the Responses API, `stream_options` only controls obfuscation, which this server does not have.
     let mut request = ResponsesRequest { common: CommonFields { stream_options: None, ..common }, ..request };
     let history = match &request.previous_response_id {
