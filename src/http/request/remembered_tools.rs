@@ -39,15 +39,18 @@ pub struct RememberedTools {
     memory: Arc<RequestMemory>,
 }
 
-/// The tools of a request, and hashes of the conversations that had these tools.
+/// The tools of a request, and hashes of the conversations that had these tools. Owners share no lists, so that the use of a
+/// list by one owner does not change which tools another owner gets.
 struct ToolList {
+    owner: u64,
     tools: Arc<[Value]>,
     conversations: HashSet<u64>,
     permit: MemoryPermit,
 }
 
-/// Hashes of the beginnings of a conversation, shortest first. A hash also covers the owner.
+/// Hashes of the owner and of the beginnings of a conversation, shortest first. Each covers the owner.
 struct Beginnings {
+    owner: u64,
     /// Each ends before an assistant message.
     answered: Vec<u64>,
     whole: u64,
@@ -91,6 +94,7 @@ impl RememberedTools {
     fn beginnings(&self, owner: impl Hash, messages: &[Message<ImagePart>]) -> Beginnings {
         let mut hasher = self.keys.build_hasher();
         owner.hash(&mut hasher);
+        let owner = hasher.finish();
         let mut answered = Vec::new();
         for (index, message) in messages.iter().enumerate() {
             hash_message(message, &mut hasher);
@@ -100,7 +104,7 @@ impl RememberedTools {
                 answered.push(hasher.finish());
             }
         }
-        Beginnings { answered, whole: hasher.finish() }
+        Beginnings { owner, answered, whole: hasher.finish() }
     }
 
     fn find(&self, beginnings: &Beginnings) -> Option<Arc<[Value]>> {
@@ -116,8 +120,10 @@ impl RememberedTools {
     /// Stores tools as most recently used. Forgets the tools if they do not fit.
     fn insert(&self, tools: &[Value], beginnings: &Beginnings) {
         let mut lists = self.lists.lock();
-        let known = lists.iter().position(|list| *list.tools == *tools).and_then(|at| lists.remove(at));
+        let is_same = |list: &ToolList| list.owner == beginnings.owner && *list.tools == *tools;
+        let known = lists.iter().position(is_same).and_then(|at| lists.remove(at));
         let mut list = known.unwrap_or_else(|| ToolList {
+            owner: beginnings.owner,
             tools: Arc::default(),
             conversations: HashSet::new(),
             permit: self.memory.permit(),
@@ -220,6 +226,35 @@ mod tests {
             assert_eq!(remembered.found("key", other), None, "{other}");
         }
         assert_eq!(remembered.found("other key", "s u1 a1 u2 a2 u3"), None);
+    }
+
+    /// Requests of three owners with the same conversations and tools, compared with a memory for each owner.
+    #[test]
+    fn owners_do_not_change_each_others_tools() {
+        let owners = ["key", "other key", "third key"];
+        let alone = owners.map(|_| RememberedTools::within(memory()));
+        let together = RememberedTools::within(memory());
+        let mut state = 1u64;
+        let mut roll = |sides: usize| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            (state >> 33) as usize % sides
+        };
+        let mut found = 0;
+        for _ in 0..3000 {
+            let owner = roll(3);
+            let turns = 1 + roll(3);
+            let text: Vec<_> = (0..turns).map(|turn| format!("u{turn}{} a{turn} ", roll(2))).collect();
+            let text = format!("s {}u{}", text.concat(), roll(2));
+            let name = ["f", "g", "h"][roll(3)];
+            if roll(2) == 0 {
+                [&alone[owner], &together].map(|remembered| remembered.store(owners[owner], name, &text));
+                continue;
+            }
+            let tools = together.found(owners[owner], &text);
+            assert_eq!(tools, alone[owner].found(owners[owner], &text), "{}: {text}", owners[owner]);
+            found += usize::from(tools.is_some());
+        }
+        assert!(found > 1000, "{found}");
     }
 
     #[test]
