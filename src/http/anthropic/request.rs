@@ -86,7 +86,8 @@ impl MessagesRequest {
         let mut prompt = self.conversation(keep_billing_header)?;
         let choice = self.tool_choice.as_ref();
         let parallel = !choice.and_then(|choice| choice.disable_parallel_tool_use).unwrap_or(false);
-        let choice = choice.map_or(Ok(ToolChoice::Auto(None)), |choice| choice.translate(&prompt.tools))?;
+        let choice = choice
+            .map_or(Ok(ToolChoice::Auto(None)), |choice| choice.translate(&prompt.tools, self.tools.as_deref()))?;
         prompt.forbids_calls = choice == ToolChoice::None;
         let OutputConfigFields { effort, format } = self.output_config.unwrap_or_default();
         let content = format.or(self.output_format).map(OutputFormatFields::translate).transpose()?;
@@ -186,12 +187,21 @@ impl OutputFormatFields {
 }
 
 impl AnthropicToolChoice {
-    fn translate(&self, tools: &[Value]) -> Result<ToolChoice, ApiError> {
+    /// Translates the choice. `tools` has the functions, and `sent` all tools of the request.
+    fn translate(&self, tools: &[Value], sent: Option<&[Value]>) -> Result<ToolChoice, ApiError> {
         let at = "tool_choice.name";
+        let is_ignored =
+            |name: &String| sent.iter().copied().flatten().any(|it| is_search(&it["type"]) && it["name"] == **name);
         let choice = match (self.kind.as_str(), &self.name) {
             ("auto", _) => ToolChoice::Auto(None),
             ("any", _) => ToolChoice::Required(None),
             ("none", _) => ToolChoice::None,
+            ("tool", Some(name)) if is_ignored(name) => {
+                let text = format!(
+                    "{at} is `{name}`, but this server runs no tools: the model reads all tools from the start."
+                );
+                return Err(ApiError::unsupported(at, text));
+            }
             ("tool", Some(name)) => ToolChoice::function(&name.as_str().into(), tools, at)?,
             ("tool", None) => return Err(ApiError::wrong_value(at, "is missing; the type `tool` requires it.")),
             (other, _) => {
@@ -488,7 +498,7 @@ mod tests {
         let function = json!({"name": "f", "description": "d", "parameters": schema, "strict": true});
         let chat = ask(json!({"type": "auto"})).conversation(false).unwrap();
         assert_eq!(chat.tools, [json!({"type": "function", "function": function})]);
-        let choice = |choice: Value| ask(choice).tool_choice.unwrap().translate(&chat.tools).unwrap();
+        let choice = |choice: Value| ask(choice).tool_choice.unwrap().translate(&chat.tools, None).unwrap();
         assert_eq!(choice(json!({"type": "any"})), ToolChoice::Required(None));
         assert_eq!(choice(json!({"type": "none"})), ToolChoice::None);
         assert_eq!(choice(json!({"type": "tool", "name": "f"})), ToolChoice::Required(Some(vec!["f".into()])));
@@ -514,6 +524,7 @@ mod tests {
     #[test]
     fn invalid_request_error_names_the_field() {
         let messages = json!([{"role": "user", "content": "Hi"}]);
+        let search = json!({"type": "tool_search_tool_regex_20251119", "name": "s"});
         let with = |content: Value| json!({"messages": [{"role": "user", "content": content}]});
         for (body, param) in [
             (json!({"messages": []}), "messages"),
@@ -530,6 +541,11 @@ mod tests {
             (json!({"messages": messages, "tool_choice": {"type": "maybe"}}), "tool_choice.type"),
             (json!({"messages": messages, "tool_choice": {"type": "tool"}}), "tool_choice.name"),
             (json!({"messages": messages, "tool_choice": {"type": "tool", "name": "g"}}), "tool_choice.name"),
+            (
+                json!({"messages": messages, "tools": [search], "tool_choice": {"type": "tool", "name": "s"}}),
+                "tool_choice.name",
+            ),
+            (json!({"messages": messages, "tools": [search], "tool_choice": {"type": "any"}}), "tool_choice"),
             (json!({"messages": messages, "thinking": {"type": "hard"}}), "thinking.type"),
             (json!({"messages": messages, "output_format": {"type": "xml"}}), "output_config.format.type"),
         ] {

@@ -129,7 +129,7 @@ impl ToolChoice {
                     // Some clients put these fields next to the type, as in Responses.
                     let inner = choice.get("allowed_tools").unwrap_or(choice);
                     let name = |tool: &Value| tool.get("function").unwrap_or(tool)["name"].clone();
-                    Self::allowed(inner, name, tools, "tool_choice.allowed_tools")?
+                    Self::allowed(inner, name, |_| false, tools, "tool_choice.allowed_tools")?
                 }
                 _ => {
                     return Err(ApiError::wrong_value("tool_choice.type", "must be `function` or `allowed_tools`."));
@@ -159,21 +159,29 @@ impl ToolChoice {
         Ok(Self::Required(Some(vec![known_name(name, tools, at)?])))
     }
 
-    /// Reads `mode` and `tools` of an object with the path `at`. `name` returns the name in a tool.
+    /// Reads `mode` and `tools` of an object with the path `at`. `name` returns the name in a tool. The model never calls a
+    /// tool that the server ignores.
     pub fn allowed(
         allowed: &Value,
         name: impl Fn(&Value) -> Value,
+        is_ignored: impl Fn(&Value) -> bool,
         tools: &[Value],
         at: &str,
     ) -> Result<Self, ApiError> {
         let tools_at = format!("{at}.tools");
-        let names = allowed["tools"].as_array().into_iter().flatten();
-        let names = names.map(|tool| known_name(&name(tool), tools, &tools_at)).collect::<Result<Vec<_>, _>>()?;
-        if names.is_empty() {
+        let listed = allowed["tools"].as_array().map_or(&[][..], Vec::as_slice);
+        if listed.is_empty() {
             return Err(ApiError::wrong_value(tools_at, "must be a non-empty array of tools."));
         }
+        let offered = listed.iter().filter(|tool| !is_ignored(tool));
+        let names = offered.map(|tool| known_name(&name(tool), tools, &tools_at)).collect::<Result<Vec<_>, _>>()?;
         match allowed["mode"].as_str() {
+            Some("auto") if names.is_empty() => Ok(Self::None),
             Some("auto") => Ok(Self::Auto(Some(names))),
+            Some("required") if names.is_empty() => {
+                let text = format!("{tools_at} has only tools that this server does not run, but requires a call.");
+                Err(ApiError::unsupported(&tools_at, text))
+            }
             Some("required") => Ok(Self::Required(Some(names))),
             _ => Err(ApiError::wrong_value(format!("{at}.mode"), "must be `auto` or `required`.")),
         }

@@ -35,6 +35,9 @@ pub const TOOL_SEARCH: &str = "tool_search";
 /// Maximum number of characters of an unknown tool's type in the log.
 const LOGGED_CHARS: usize = 40;
 
+/// The fields by which `tool_choice` names a tool that is not a function.
+const IDENTITY: [&str; 3] = ["type", "name", "server_label"];
+
 #[derive(Debug, Default, Deserialize)]
 pub struct ResponsesRequest {
     /// The fields that have the same name in chat completions.
@@ -123,6 +126,13 @@ impl ResponsesRequest {
         Ok(functions)
     }
 
+    /// The tools of the request and of `items` that the model never calls, without their descriptions.
+    fn ignored_tools<'a>(&'a self, items: impl IntoIterator<Item = &'a Value>) -> Vec<Value> {
+        let is_offered = |tool: &Value| tool["type"] == "function" || tool["type"] == "namespace" || is_search(tool);
+        let tools = self.all_tools(items).filter(|tool| tool["type"].is_string() && !is_offered(tool));
+        tools.map(|tool| IDENTITY.iter().map(|&field| (field.to_owned(), tool[field].clone())).collect()).collect()
+    }
+
     /// The tools of the request and of `items`, with namespaces as one tool.
     fn all_tools<'a>(&'a self, items: impl IntoIterator<Item = &'a Value>) -> impl Iterator<Item = &'a Value> {
         self.tools.iter().flatten().chain(items.into_iter().flat_map(items::tools))
@@ -194,11 +204,13 @@ impl ResponsesRequest {
     /// Translates the request. `history` has the items of earlier responses, and `input` has the items of this request.
     pub fn into_generation(mut self, history: Vec<Value>, input: Vec<Value>) -> Result<GenerationRequest, ApiError> {
         let thinking = self.thinking()?;
+        let ignored = self.ignored_tools(history.iter().chain(&input));
         let mut prompt = self.conversation(history, input)?;
         prompt.set_thinking(thinking.enabled);
         let parallel = self.parallel_tool_calls.unwrap_or(true);
         let choice = self.tool_choice.as_ref().filter(|choice| !choice.is_null());
-        let choice = choice.map_or(Ok(ToolChoice::Auto(None)), |choice| tool_choice(choice, &prompt.tools))?;
+        let choice =
+            choice.map_or(Ok(ToolChoice::Auto(None)), |choice| tool_choice(choice, &prompt.tools, &ignored))?;
         prompt.forbids_calls = choice == ToolChoice::None;
         let content = self.text.as_mut().and_then(|text| text.format.take()).filter(|format| !format.is_null());
         let content = content.map(response_format).transpose()?.flatten();
@@ -280,15 +292,27 @@ fn tool(tool: &Value, at: &str) -> Result<Option<Value>, ApiError> {
     }
 }
 
-fn tool_choice(choice: &Value, tools: &[Value]) -> Result<ToolChoice, ApiError> {
+/// Reads `tool_choice`. `tools` has the functions, and `ignored` the tools that the model never calls.
+fn tool_choice(choice: &Value, tools: &[Value], ignored: &[Value]) -> Result<ToolChoice, ApiError> {
     let choice = match (choice, choice["type"].as_str()) {
         (Value::String(word), _) => ToolChoice::from_word(word)?,
         (_, Some("function")) => ToolChoice::function(&choice["name"], tools, "tool_choice.name")?,
-        (_, Some("allowed_tools")) => ToolChoice::allowed(choice, |tool| tool["name"].clone(), tools, "tool_choice")?,
+        (_, Some("allowed_tools")) => {
+            let is_same = |named: &Value, tool: &Value| {
+                named["type"] == tool["type"] && IDENTITY.iter().all(|&at| named[at].is_null() || named[at] == tool[at])
+            };
+            let is_ignored = |named: &Value| ignored.iter().any(|tool| is_same(named, tool));
+            let name = |named: &Value| match named["type"].as_str() {
+                Some(kind) if kind != "function" => named.get("name").cloned().unwrap_or_else(|| kind.into()),
+                _ => named["name"].clone(),
+            };
+            ToolChoice::allowed(choice, name, is_ignored, tools, "tool_choice")?
+        }
         (_, kind) => {
             let kind = kind.unwrap_or("missing");
             let text = format!(
-                "tool_choice.type is {kind}; tool_choice must be `auto`, `none`, `required` or name a function."
+                "tool_choice.type is {kind}; tool_choice must be `auto`, `none`, `required`, name a function, or be \
+                 `allowed_tools`."
             );
             return Err(ApiError::unsupported("tool_choice", text));
         }
@@ -373,12 +397,66 @@ mod tests {
         let chat = chat(json!({"tools": [f, {"type": "web_search"}]}));
         let function = json!({"name": "f", "description": "d", "parameters": schema, "strict": true});
         assert_eq!(chat.tools, [json!({"type": "function", "function": function})]);
-        let choice = |choice: Value| tool_choice(&choice, &chat.tools);
+        let choice = |choice: Value| tool_choice(&choice, &chat.tools, &[]);
         let names = || Some(vec!["f".to_owned()]);
         assert_eq!(choice(json!({"type": "function", "name": "f"})), Ok(ToolChoice::Required(names())));
         let allowed = json!({"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]});
         assert_eq!(choice(allowed), Ok(ToolChoice::Auto(names())));
         assert!(choice(json!({"type": "web_search"})).is_err());
+    }
+
+    /// All lists of up to three allowed tools, of functions, of tools that the server ignores, and of unknown tools.
+    #[test]
+    fn allowed_tools_may_name_ignored_tools() {
+        let tools = json!([
+            {"type": "function", "name": "f"}, {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "g"}]},
+            {"type": "web_search"}, {"type": "mcp", "server_label": "a"}, {"type": "custom", "name": "patch"},
+        ]);
+        let functions =
+            [json!({"type": "function", "name": "f"}), json!({"type": "function", "name": "g"}), json!({"name": "f"})];
+        let ignored = [
+            json!({"type": "web_search"}),
+            json!({"type": "mcp", "server_label": "a"}),
+            json!({"type": "mcp"}),
+            json!({"type": "custom", "name": "patch"}),
+        ];
+        let unknown = [
+            json!({"type": "function", "name": "web_search"}),
+            json!({"type": "function"}),
+            json!({"type": "image_generation"}),
+            json!({"type": "mcp", "server_label": "b"}),
+            json!({"type": "custom", "name": "f2"}),
+            json!({"type": "namespace", "name": "n"}),
+            json!("f"),
+        ];
+        let kinds = [&functions[..], &ignored, &unknown];
+        let all: Vec<(usize, &Value)> =
+            kinds.iter().enumerate().flat_map(|(kind, of)| of.iter().map(move |tool| (kind, tool))).collect();
+        for mode in ["auto", "required"] {
+            for picked in 0..all.len().pow(3) {
+                let list: Vec<_> =
+                    (0..1 + picked as u32 % 3).map(|at| all[picked / all.len().pow(at) % all.len()]).collect();
+                let has = |kind: usize| list.iter().any(|(of, _)| *of == kind);
+                let names = list.iter().filter(|(kind, _)| *kind == 0);
+                let names: Vec<_> = names.map(|(_, tool)| tool["name"].as_str().unwrap().to_owned()).collect();
+                let expected = match (has(2), has(0), mode) {
+                    (true, ..) => None,
+                    (_, true, "auto") => Some(ToolChoice::Auto(Some(names))),
+                    (_, true, _) => Some(ToolChoice::Required(Some(names))),
+                    (_, false, "auto") => Some(ToolChoice::None),
+                    (_, false, _) => None,
+                };
+                let named: Vec<_> = list.iter().map(|(_, tool)| tool).collect();
+                let choice = json!({"type": "allowed_tools", "mode": mode, "tools": named});
+                let request = request(json!({"tools": tools, "tool_choice": choice}));
+                let [functions, ignored] = [request.functions(&[]).unwrap(), request.ignored_tools(&[])];
+                let found = tool_choice(&choice, &functions, &ignored);
+                if let Err(error) = &found {
+                    assert_eq!(error.body()["error"]["param"], "tool_choice.tools", "{choice}");
+                }
+                assert_eq!(found.ok(), expected, "{choice}");
+            }
+        }
     }
 
     #[test]
