@@ -26,7 +26,7 @@ fn install(home: &Path, agent: &str) {
         echo \"copilot $COPILOT_PROVIDER_BASE_URL $COPILOT_MODEL $COPILOT_PROVIDER_API_KEY\"\n\
         echo \"tokens $COPILOT_PROVIDER_MAX_PROMPT_TOKENS $COPILOT_PROVIDER_MAX_OUTPUT_TOKENS\"\n\
         test -n \"$OPENCODE_CONFIG\" && cat \"$OPENCODE_CONFIG\"\n\
-        test -n \"$CLEANER\" && $CLEANER\n\
+        test -n \"$CLEANER\" && \"$CLEANER\" cache --remove logs --yes\n\
         exit 7\n";
     let path = bin.join(agent);
     fs::write(&path, script).unwrap();
@@ -100,9 +100,8 @@ fn log_of_running_server_is_kept() {
     let (home, port) = (tempfile::tempdir().unwrap(), free_port());
     install(home.path(), "claude");
     let log = home.path().join(".local/state/moestro/launch.log");
-    let cleaner = format!("{MOESTRO} cache --remove logs --yes");
     // The agent cleans up while its server is running.
-    let variables = [("CLEANER", &*cleaner), ("MOESTRO_LOG", "debug")];
+    let variables = [("CLEANER", MOESTRO), ("MOESTRO_LOG", "debug")];
     let output = launch_with(home.path(), &variables, &["claude", "--port", &port]);
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert!(stderr.contains("a running server writes to it") && stderr.contains("freed 0"), "{stderr}");

@@ -56,9 +56,9 @@ impl Terminal {
     fn begin_in(home: &Path, setup: &str, variable: &str, args: &str) -> Self {
         let mut command = isolated("script", home);
         // `exec` replaces the shell, because a signal would end the shell instead of the program.
-        let line = format!("{setup}; exec env {variable} {MOESTRO} {args}");
+        let line = format!("{setup}; exec env {variable} \"$PROGRAM\" {args}");
         command.args(["-qefc", &line, "/dev/null"]).stdin(Stdio::piped()).stdout(Stdio::piped());
-        command.env("TERM", "xterm").env("SHELL", "/bin/sh");
+        command.env("TERM", "xterm").env("SHELL", "/bin/sh").env("PROGRAM", MOESTRO);
         let mut script = command.spawn().expect("script, of util-linux");
         let (keys, mut screen) = (script.stdin.take().unwrap(), script.stdout.take().unwrap());
         let shown = Arc::new(Mutex::new(String::new()));
