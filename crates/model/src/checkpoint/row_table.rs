@@ -94,14 +94,14 @@ impl RowTable {
         (pieces.map(|piece| Piece { len: piece.len * count as usize, ..piece }), count)
     }
 
-    /// Decodes the bytes of a row and appends the values to `out`.
-    pub fn decode(&self, bytes: &[u8], out: &mut Vec<f32>) {
+    /// Decodes the bytes of a row to `out`, which has room for its values.
+    pub fn decode(&self, bytes: &[u8], out: &mut [f32]) {
         let sizes = self.row_bytes();
         let (codes, rest) = bytes.split_at(sizes[0]);
         let (scales, biases) = rest.split_at(sizes[1]);
         let &Self { codes: format, width: cols, global_scale, .. } = self;
         let parts = [codes, scales, biases];
-        out.extend(WeightView { codes: format, rows: 1, cols, global_scale, skipped: 0, parts }.to_f32());
+        WeightView { codes: format, rows: 1, cols, global_scale, skipped: 0, parts }.write_f32(out);
     }
 }
 

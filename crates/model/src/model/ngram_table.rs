@@ -16,19 +16,20 @@ use moestro_base::{error::StoreError, metrics::Metrics};
 use parking_lot::Mutex;
 use serde_json::Value;
 use std::{
-    collections::{HashMap, VecDeque},
+    collections::{HashMap, hash_map::Entry},
+    ops::Range,
     sync::{Arc, mpsc},
     time::Instant,
 };
 
-/// Number of threads that read rows. A token needs 16 rows, each with a separate read.
-const THREADS: usize = 16;
+/// Number of threads that read rows. They wait for the disk most of the time, and a disk reads many rows at once.
+const THREADS: usize = 64;
 /// Size of the cache of rows in bytes.
 pub const CACHE_BYTES: usize = 16 << 20;
 /// Maximum number of rows in one read job.
 const JOB_ROWS: usize = 64;
 
-/// Estimated bytes of the map and list entries of one row.
+/// Estimated bytes of the entries of one row in maps and lists.
 const ROW_ENTRY: usize = 96;
 
 /// Number of bytes that a pass needs for each token: its rows as they are read and decoded, with up to 4 bytes per
@@ -98,16 +99,22 @@ impl NgramLayout {
 
 /// A request for the rows of a pass.
 pub struct RequestedRows {
-    /// The rows of each token, head by head.
-    wanted: Vec<u64>,
-    /// The distinct rows that were in the cache.
-    found: HashMap<u64, Arc<[u8]>>,
-    /// The distinct rows that are read from the disk. The channel closes when all jobs have ended.
-    read: mpsc::Receiver<Result<ReadRows, StoreError>>,
+    /// Each wanted row, and its index in the result. In the order of the rows.
+    places: Vec<(u64, usize)>,
+    /// The rows that were in the cache.
+    cached: RowBatch,
+    /// The rows that are read from the disk. The channel closes when all jobs have ended.
+    read: mpsc::Receiver<Result<RowBatch, StoreError>>,
 }
 
-/// The number and the bytes of each row that a job has read.
-type ReadRows = Vec<(u64, Arc<[u8]>)>;
+/// Distinct rows.
+#[derive(Default)]
+struct RowBatch {
+    /// Index of the first place of each row in [`RequestedRows::places`].
+    places: Vec<usize>,
+    /// The bytes of all rows.
+    bytes: Vec<u8>,
+}
 
 /// The rows of a table for one pass, and the state of its convolution.
 pub struct NgramInput<'a> {
@@ -119,24 +126,31 @@ pub struct NgramInput<'a> {
     pub history: RowRing,
 }
 
-/// The most recently read rows, oldest first in `order`.
-#[derive(Default)]
+/// The most recently read rows.
 struct RowCache {
-    rows: HashMap<u64, Arc<[u8]>>,
-    order: VecDeque<u64>,
+    /// The index of each row in `rows`.
+    indices: HashMap<u64, usize>,
+    rows: Vec<u64>,
+    /// The bytes of `rows`.
+    bytes: Vec<u8>,
+    /// Size of a row in bytes.
+    row_len: usize,
+    /// Maximum number of rows.
+    capacity: usize,
+    /// Index of the oldest row if the cache is full.
+    oldest: usize,
 }
 
 struct RowJob {
-    rows: Vec<u64>,
-    reply: mpsc::Sender<Result<ReadRows, StoreError>>,
+    /// Each row, and the index of the row's first place.
+    rows: Vec<(u64, usize)>,
+    reply: mpsc::Sender<Result<RowBatch, StoreError>>,
 }
 
 /// An n-gram table whose rows are read from disk on demand.
 pub struct NgramTable {
     layout: NgramLayout,
     cache: Mutex<RowCache>,
-    /// Maximum number of rows in the cache.
-    capacity: usize,
     jobs: mpsc::Sender<RowJob>,
     metrics: Arc<Metrics>,
 }
@@ -144,7 +158,7 @@ pub struct NgramTable {
 impl NgramTable {
     /// Opens the table's files, or its `packed` rows, and starts the threads that read them.
     pub fn open(layout: NgramLayout, packed: Option<PackedRows>, metrics: &Arc<Metrics>) -> Result<Self, ModelError> {
-        let capacity = CACHE_BYTES / (layout.table.row_len() + ROW_ENTRY);
+        let cache = Mutex::new(RowCache::new(layout.table.row_len()));
         let files = Arc::new(RowFiles::open(layout.table.clone(), packed)?);
         let (jobs, receiver) = mpsc::channel();
         let receiver = Arc::new(Mutex::new(receiver));
@@ -157,7 +171,7 @@ impl NgramTable {
                 ModelError::Memory(format!("cannot start a thread that reads the n-gram table: {error}"))
             })?;
         }
-        Ok(Self { layout, cache: Mutex::default(), capacity, jobs, metrics: metrics.clone() })
+        Ok(Self { layout, cache, jobs, metrics: metrics.clone() })
     }
 
     pub fn layout(&self) -> &NgramLayout {
@@ -168,65 +182,110 @@ impl NgramTable {
     /// whose rows are wanted.
     pub fn request<'t>(&self, sequences: impl IntoIterator<Item = [&'t [u32]; 2]>) -> RequestedRows {
         let rows_of = |[before, ids]: [&[u32]; 2]| self.layout().rows_of(before, ids);
-        let wanted: Vec<u64> = sequences.into_iter().flat_map(rows_of).collect();
-        let mut distinct = wanted.clone();
-        distinct.sort_unstable();
-        distinct.dedup();
-        let cache = self.cache.lock();
-        let mut found = HashMap::new();
+        let wanted = sequences.into_iter().flat_map(rows_of);
+        let mut places: Vec<(u64, usize)> = wanted.enumerate().map(|(place, row)| (row, place)).collect();
+        places.sort_unstable();
+        let mut cached = RowBatch::default();
         let mut missing = Vec::new();
-        for row in distinct {
-            match cache.rows.get(&row) {
-                Some(bytes) => drop(found.insert(row, bytes.clone())),
-                None => missing.push(row),
+        let cache = self.cache.lock();
+        for (index, (row, _)) in places.iter().enumerate() {
+            if index > 0 && places[index - 1].0 == *row {
+                continue;
+            }
+            match cache.get(*row) {
+                Some(bytes) => cached.push(index, bytes),
+                None => missing.push((*row, index)),
             }
         }
-        self.metrics.ngram_rows_cached.inc_by(found.len() as u64);
+        drop(cache);
+        self.metrics.ngram_rows_cached.inc_by(cached.places.len() as u64);
         self.metrics.ngram_rows_read.inc_by(missing.len() as u64);
         // Spread the rows over all threads, in jobs of at most `JOB_ROWS` neighbouring rows.
         let size = missing.len().div_ceil(THREADS).clamp(1, JOB_ROWS);
         let (reply, read) = mpsc::channel();
         for rows in missing.chunks(size) {
-            // This fails only if all threads have panicked. `wait` then reports that the rows were not read.
+            // This fails only if all threads have panicked. `wait` then reports that rows were not read.
             let _ = self.jobs.send(RowJob { rows: rows.to_vec(), reply: reply.clone() });
         }
-        RequestedRows { wanted, found, read }
+        RequestedRows { places, cached, read }
     }
 
     /// Waits for the rows of a request and decodes them to f32 `[tokens, width]`.
     pub fn wait(&self, pending: RequestedRows) -> Result<Vec<f32>, ModelError> {
-        let RequestedRows { wanted, mut found, read } = pending;
-        let from = Instant::now();
-        let read = Vec::from_iter(read);
-        self.metrics.ngram_stall_seconds.inc_by(from.elapsed().as_secs_f64());
-        for rows in read {
-            found.extend(rows?);
+        let RequestedRows { places, cached, read } = pending;
+        let table = &self.layout.table;
+        let width = table.width;
+        let mut out = vec![0.0; places.len() * width];
+        let mut missing = places.len();
+        let mut next = Some(Ok(cached));
+        while let Some(batch) = next {
+            let batch = batch?;
+            for (first, bytes) in batch.iter(table.row_len()) {
+                let (row, place) = places[first];
+                table.decode(bytes, &mut out[place * width..(place + 1) * width]);
+                missing -= 1;
+                for (_, other) in places[first + 1..].iter().take_while(|(other, _)| *other == row) {
+                    out.copy_within(place * width..(place + 1) * width, other * width);
+                    missing -= 1;
+                }
+            }
+            let mut cache = self.cache.lock();
+            batch.iter(table.row_len()).for_each(|(first, bytes)| cache.insert(places[first].0, bytes));
+            drop(cache);
+            let from = Instant::now();
+            next = read.recv().ok();
+            self.metrics.ngram_stall_seconds.inc_by(from.elapsed().as_secs_f64());
         }
-        let mut out = Vec::with_capacity(wanted.len() * self.layout.table.width);
-        for row in &wanted {
-            let Some(bytes) = found.get(row) else {
-                return Err(ModelError::Config(format!("row {row} of the n-gram table was not read")));
-            };
-            self.layout.table.decode(bytes, &mut out);
+        if missing > 0 {
+            return Err(ModelError::Config(format!("{missing} rows of the n-gram table were not read")));
         }
-        self.cache.lock().keep(&found, self.capacity);
         Ok(out)
     }
 }
 
+impl RowBatch {
+    fn push(&mut self, place: usize, bytes: &[u8]) {
+        self.places.push(place);
+        self.bytes.extend_from_slice(bytes);
+    }
+
+    /// The index of the first place, and the bytes, of each row.
+    fn iter(&self, row_len: usize) -> impl Iterator<Item = (usize, &[u8])> {
+        self.places.iter().copied().zip(self.bytes.chunks_exact(row_len))
+    }
+}
+
 impl RowCache {
-    /// Adds rows, and drops the oldest beyond `capacity`.
-    fn keep(&mut self, found: &HashMap<u64, Arc<[u8]>>, capacity: usize) {
-        for (row, bytes) in found {
-            if self.rows.insert(*row, bytes.clone()).is_none() {
-                self.order.push_back(*row);
-            }
+    fn new(row_len: usize) -> Self {
+        let capacity = (CACHE_BYTES / (row_len + ROW_ENTRY)).max(1);
+        let (indices, rows, bytes) = Default::default();
+        Self { indices, rows, bytes, row_len, capacity, oldest: 0 }
+    }
+
+    fn range(&self, index: usize) -> Range<usize> {
+        index * self.row_len..(index + 1) * self.row_len
+    }
+
+    fn get(&self, row: u64) -> Option<&[u8]> {
+        self.indices.get(&row).map(|index| &self.bytes[self.range(*index)])
+    }
+
+    /// Adds a row. If the cache is full, the row replaces the oldest.
+    fn insert(&mut self, row: u64, bytes: &[u8]) {
+        let index = if self.rows.len() < self.capacity { self.rows.len() } else { self.oldest };
+        match self.indices.entry(row) {
+            Entry::Occupied(_) => return,
+            Entry::Vacant(entry) => entry.insert(index),
+        };
+        if index == self.rows.len() {
+            self.rows.push(row);
+            self.bytes.extend_from_slice(bytes);
+            return;
         }
-        while self.order.len() > capacity {
-            if let Some(oldest) = self.order.pop_front() {
-                self.rows.remove(&oldest);
-            }
-        }
+        self.indices.remove(&std::mem::replace(&mut self.rows[index], row));
+        let range = self.range(index);
+        self.bytes[range].copy_from_slice(bytes);
+        self.oldest = (index + 1) % self.capacity;
     }
 }
 
@@ -235,12 +294,29 @@ fn serve(files: &RowFiles, jobs: &Mutex<mpsc::Receiver<RowJob>>, metrics: &Metri
     let mut space = Vec::new();
     loop {
         let Ok(RowJob { rows, reply }) = jobs.lock().recv() else { return };
-        let read = |row| {
-            let bytes = files.read(row, &mut space)?;
-            metrics.ngram_read_bytes.inc_by(bytes.len() as u64);
-            Ok((row, Arc::from(bytes)))
-        };
+        let mut batch = RowBatch::default();
+        let read = rows.into_iter().try_for_each(|(row, place)| {
+            batch.push(place, &files.read(row, &mut space)?);
+            Ok(())
+        });
+        metrics.ngram_read_bytes.inc_by(batch.bytes.len() as u64);
         // This fails if the pass has ended without waiting for its rows.
-        let _ = reply.send(rows.into_iter().map(read).collect());
+        let _ = reply.send(read.map(|()| batch));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn full_cache_replaces_the_oldest_row() {
+        let mut cache = RowCache { capacity: 3, ..RowCache::new(2) };
+        for row in [5, 6, 5, 7, 8, 6, 9, 10, 5] {
+            cache.insert(row, &[row as u8, 1]);
+            assert_eq!(cache.get(row), Some(&[row as u8, 1][..]));
+        }
+        let kept: Vec<u64> = (0..20).filter(|row| cache.get(*row).is_some()).collect();
+        assert_eq!((kept, cache.rows.len(), cache.bytes.len()), (vec![5, 9, 10], 3, 6));
     }
 }

@@ -152,10 +152,10 @@ impl Reference {
     fn ngram(&self, r: &Tensor, ids: &[u32], shape: &NgramShape, path: &str) -> Result<(Tensor, Tensor), ModelError> {
         let layout = NgramLayout::new(&self.checkpoint, &format!("{path}ple_embedding."), shape)?;
         let rows = layout.rows_of(&[], ids);
-        let mut values = Vec::new();
         let files = RowFiles::open(layout.table, None)?;
-        for row in &rows {
-            files.table.decode(&files.read(*row, &mut Vec::new())?, &mut values);
+        let mut values = vec![0.0; rows.len() * files.table.width];
+        for (row, values) in rows.iter().zip(values.chunks_exact_mut(files.table.width)) {
+            files.table.decode(&files.read(*row, &mut Vec::new())?, values);
         }
         let (tokens, width) = r.dims2()?;
         let hidden = self.config.hidden;
