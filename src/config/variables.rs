@@ -9,13 +9,12 @@ const PREFIX: &str = "MOESTRO_";
 /// Read by the program, but no flag.
 const LOG: &str = "MOESTRO_LOG";
 /// Variables of builds and tests, which are no mistakes. Those that start with `MOESTRO_TEST_` are in no list.
-const BUILDS_AND_TESTS: [&str; 16] = [
+const BUILDS_AND_TESTS: [&str; 14] = [
     "MOESTRO_COMMIT",
     "MOESTRO_FEATURES",
     "MOESTRO_FORMATS",
     "MOESTRO_FORMATS_SEED",
     "MOESTRO_HISTORY",
-    "MOESTRO_MIXES",
     "MOESTRO_MUTATE_SECONDS",
     "MOESTRO_MUTATE_SEED",
     "MOESTRO_RECORD",
@@ -24,7 +23,6 @@ const BUILDS_AND_TESTS: [&str; 16] = [
     "MOESTRO_SANITIZE",
     "MOESTRO_SOAK_SECONDS",
     "MOESTRO_VECTORS",
-    "MOESTRO_WALKS",
     "MOESTRO_WRITE_DOCS",
 ];
 

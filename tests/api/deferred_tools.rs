@@ -1,12 +1,12 @@
 //! Tests of tools that are defined in the middle of a conversation: `defer_loading`, `tool_reference`, and the tool search
 //! of Responses.
 
-use super::server::{CALLS_WITH_WORD, EOS, Server, Setup, demo, mixes, serve_checkpoint};
+use super::server::{CALLS_WITH_WORD, EOS, Server, Setup, demo, serve_checkpoint, with};
 use moestro_engine::Options;
 use moestro_model::model::LoadOptions;
 use serde_json::{Value, json};
 use std::{path::PathBuf, thread::available_parallelism};
-use test_support::mutate::Dice;
+use test_support::{mutate::Dice, random_cases::seeds};
 use tokio::task::JoinSet;
 
 const MESSAGES: &str = "/v1/messages";
@@ -48,13 +48,12 @@ impl Api {
     /// A tool with a long description.
     fn tool(self, name: &str, more: Value) -> Value {
         let description = format!("Tells the weather of many days, {name}.");
-        let mut tool = if self.is_messages() {
+        let tool = if self.is_messages() {
             json!({"name": name, "description": description, "input_schema": schema()})
         } else {
             json!({"type": "function", "name": name, "description": description, "parameters": schema()})
         };
-        tool.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-        tool
+        with(tool, more)
     }
 
     fn search(self) -> Value {
@@ -66,13 +65,12 @@ impl Api {
     }
 
     fn request(self, items: &[Value], tools: &[Value], more: Value) -> Value {
-        let mut body = if self.is_messages() {
+        let body = if self.is_messages() {
             json!({"messages": items, "tools": tools, "max_tokens": 200, "thinking": {"type": "adaptive"}})
         } else {
             json!({"input": items, "tools": tools})
         };
-        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-        body
+        with(body, more)
     }
 
     /// A search and its result, which defines `names`.
@@ -310,14 +308,14 @@ async fn answer_after_searches_equals_that_of_fresh_server() {
     compare_with_fresh_server(0..8).await;
 }
 
-/// The environment variable `MOESTRO_MIXES` sets the number of conversations. Each two cores have their own servers.
+/// Each two cores have their own servers.
 #[tokio::test]
 #[ignore = "long: 40 random conversations"]
 async fn answers_after_many_searches_equal_those_of_fresh_server() {
     let workers = available_parallelism().map_or(1, |cores| cores.get().div_ceil(2));
     let mut tasks = JoinSet::new();
     for worker in 0..workers {
-        tasks.spawn(compare_with_fresh_server((100..100 + mixes()).skip(worker).step_by(workers)));
+        tasks.spawn(compare_with_fresh_server(seeds(40).skip(worker).step_by(workers)));
     }
     tasks.join_all().await;
 }

@@ -1,9 +1,9 @@
 //! Tests of `--reuse-tools`: a request without tools that continues a conversation with tools.
 
-use super::server::{Server, Setup, mixes};
+use super::server::{Server, Setup, with};
 use moestro::http::{RequestLimits, ServerState};
 use serde_json::{Value, json};
-use test_support::formats::Source;
+use test_support::{formats::Source, random_cases::seeds};
 
 const CHAT: &str = "/v1/chat/completions";
 const MESSAGES: &str = "/v1/messages";
@@ -46,11 +46,6 @@ fn request(path: &str, system: &str, turns: &[&str]) -> Value {
             json!({"messages": messages})
         }
     }
-}
-
-fn with(mut request: Value, fields: Value) -> Value {
-    request.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
-    request
 }
 
 /// The request with tools whose calls are forbidden.
@@ -272,7 +267,7 @@ async fn random_conversations_equal_requests_with_forbidden_calls() {
     let reusing = server(ServerState::reuse_tools, None).await;
     let plain = server(|_| (), None).await;
     let names = ["read_list", "count_parts", "find_part", "move_part"];
-    for seed in 0..mixes() {
+    for seed in seeds(40) {
         let mut source = Source::new(&[], seed);
         let path = [CHAT, MESSAGES, RESPONSES][source.below(3)];
         let steps = conversation(&mut source);

@@ -9,7 +9,7 @@ use moestro_base::metrics::Metrics;
 use moestro_chat::{Template, Tokenizer, grammar::GrammarCompiler};
 use moestro_engine::{self as engine, DiskCacheOptions, DraftPolicy, Handle, Options, Sampling};
 use moestro_model::model::{LoadOptions, Qwen};
-use serde_json::json;
+use serde_json::{Value, json};
 use std::{
     net::SocketAddr,
     path::{Path, PathBuf},
@@ -94,14 +94,15 @@ pub struct Server {
 pub const CALLS_WITH_WORD: &str = "</think>\n\n<tool_call>\n<function=f>\n<parameter=days>\nsoon\n</parameter>\n\
                                    </function>\n</tool_call>";
 
-/// Number of random mixes of a test: `MOESTRO_MIXES`, or by default 40.
-pub fn mixes() -> u64 {
-    std::env::var("MOESTRO_MIXES").map_or(40, |mixes| mixes.parse().unwrap())
-}
-
 /// Makes a stream send an event after 100 ms without one, instead of 5 s.
 pub fn frequent_events(state: &mut ServerState) {
     state.timeouts.event = Duration::from_millis(100);
+}
+
+/// `body` with further fields.
+pub fn with(mut body: Value, more: Value) -> Value {
+    body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    body
 }
 
 pub fn demo() -> PathBuf {

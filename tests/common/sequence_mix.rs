@@ -62,8 +62,3 @@ pub fn mix(model: &mut Qwen, seed: u64, vocab: usize) {
         assert!(together.pages.len() == alone.pages.len());
     }
 }
-
-/// Number of mixes of a test: `MOESTRO_MIXES`, or by default `usual`.
-pub fn mixes(usual: u64) -> u64 {
-    std::env::var("MOESTRO_MIXES").map_or(usual, |count| count.parse().unwrap())
-}

@@ -7,6 +7,7 @@ use std::{
     sync::atomic::Ordering,
     time::{Duration, Instant},
 };
+use test_support::random_cases::seeds;
 
 /// Number of tokens of the answer to every prompt.
 const ANSWER: usize = 2;
@@ -86,15 +87,10 @@ fn agents_compute_their_head_once() {
     }
 }
 
-/// Number of random mixes. The environment variable `MOESTRO_MIXES` sets it.
-fn mixes() -> u32 {
-    std::env::var("MOESTRO_MIXES").map_or(40, |mixes| mixes.parse().unwrap())
-}
-
 /// Prompts with random common beginnings, as of agents that start agents.
 #[test]
 fn random_common_beginnings_are_computed_once() {
-    for seed in 0..mixes() {
+    for seed in seeds(40).map(|seed| seed as u32) {
         let mock = stopping(0);
         let mut prompts = vec![tokens(seed, 600)];
         for number in 1..4 {

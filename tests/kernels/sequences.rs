@@ -1,13 +1,14 @@
 //! Tests that rows of several sequences in one pass have the same bytes as if each sequence ran alone.
 
 use crate::{
-    forward::common::sequence_mix::{mix, mixes},
+    forward::common::sequence_mix::mix,
     gpu::HostGpu,
     host::Host,
     queue::{load_changed, move_to},
 };
 use moestro_compute::ops::KvBits;
 use moestro_model::{model::Qwen, plan::Parallel};
+use test_support::random_cases::seeds;
 
 /// Number of tokens of the small model.
 const VOCAB: usize = 96;
@@ -39,11 +40,11 @@ fn quantized_sequences_together_match_alone() {
 }
 
 #[test]
-#[ignore = "exhaustive: many mixes"]
+#[ignore = "long: ten random mixes"]
 fn random_mixes_match_each_alone() {
     // By default, a mix for each number of sequences.
     for streaming in [false, true] {
         let mut model = place(streaming, 6, KvBits::Sixteen);
-        (10..10 + mixes(5)).for_each(|seed| mix(&mut model, seed, VOCAB));
+        seeds(5).for_each(|seed| mix(&mut model, seed, VOCAB));
     }
 }

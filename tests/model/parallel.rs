@@ -3,7 +3,7 @@
 //! Clients send random requests: prompts with shared beginnings, different lengths, temperatures, a grammar, several
 //! choices, and disconnects. Each answer is compared with the answer of an engine that runs one request at a time.
 
-use super::common::{Dice, load_with};
+use super::common::{Dice, fixtures::DEMO, load_with};
 use moestro_base::{metrics::Metrics, platform::os};
 use moestro_compute::{experts::Prefetch, ops::KvBits};
 use moestro_engine::{self as engine, Constraint, DraftPolicy, Event, Finish, Handle, Request, Sampling, TokenMask};
@@ -12,13 +12,12 @@ use moestro_model::{
     plan::Parallel,
 };
 use std::{
+    ops::Range,
     path::Path,
     sync::{Arc, Barrier},
     thread,
 };
-use test_support::own_process::ran_in_own_process;
-
-const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo");
+use test_support::{own_process::ran_in_own_process, random_cases::seeds};
 
 /// A constraint that allows ids with a certain remainder. The allowed remainder changes with each token.
 #[derive(Clone)]
@@ -138,16 +137,15 @@ impl Setup {
         (handle, worker, metrics)
     }
 
-    /// Calls [`Self::check_visits`] with 12 visits, or with the number of visits in `MOESTRO_MIXES`.
     fn check(&self, seed: u64) -> Arc<Metrics> {
-        self.check_visits(seed, std::env::var("MOESTRO_MIXES").map_or(12, |count| count.parse().unwrap()))
+        self.check_visits(seed, seeds(12))
     }
 
     /// Compares the answers to visits of several clients with the answers to the same visits one after another.
-    fn check_visits(&self, seed: u64, count: u64) -> Arc<Metrics> {
+    fn check_visits(&self, seed: u64, visits: Range<u64>) -> Arc<Metrics> {
         let visit = |number: u64| visit(seed * 100_000 + number, self.longest);
         let (alone, worker, _) = self.start(1);
-        let expected: Vec<Vec<Answer>> = (0..count).map(|number| answers(&alone, &visit(number), false)).collect();
+        let expected: Vec<Vec<Answer>> = visits.clone().map(|number| answers(&alone, &visit(number), false)).collect();
         alone.drain();
         worker.join().unwrap();
 
@@ -156,11 +154,11 @@ impl Setup {
         let barrier = Barrier::new(clients);
         thread::scope(|scope| {
             for client in 0..clients {
-                let (handle, expected, barrier) = (&handle, &expected, &barrier);
+                let (handle, first, expected, barrier) = (&handle, visits.start, &expected, &barrier);
                 scope.spawn(move || {
                     barrier.wait();
                     for number in (client..expected.len()).step_by(clients) {
-                        let found = answers(handle, &visit(number as u64), true);
+                        let found = answers(handle, &visit(first + number as u64), true);
                         for (found, expected) in found.into_iter().zip(&expected[number]) {
                             match found {
                                 (tokens, None) => assert_eq!(tokens, expected.0[..tokens.len()], "{seed} {number}"),
@@ -253,8 +251,8 @@ fn unused_sequence_states_take_no_memory() {
 
 #[test]
 fn few_mixes_answer_as_alone() {
-    Setup { longest: 12, ..Setup::default() }.check_visits(1, 4);
-    Setup { longest: 12, slots: Some(40), ..Setup::default() }.check_visits(2, 4);
+    Setup { longest: 12, ..Setup::default() }.check_visits(1, 0..4);
+    Setup { longest: 12, slots: Some(40), ..Setup::default() }.check_visits(2, 0..4);
 }
 
 #[test]

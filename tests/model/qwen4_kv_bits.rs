@@ -2,10 +2,7 @@
 //! results for other chunks, verifies, snapshots and clients.
 
 use crate::{
-    common::{
-        distance, forward_with_snapshots, load_with, prefill,
-        sequence_mix::{mix, mixes},
-    },
+    common::{distance, forward_with_snapshots, load_with, prefill, sequence_mix::mix},
     qwen4_exp::synthetic,
 };
 use candle_core::{DType, Device};
@@ -15,6 +12,7 @@ use moestro_model::{
     plan::Parallel,
 };
 use std::{path::Path, sync::Arc};
+use test_support::random_cases::seeds;
 
 const FEW: [(KvBits, u32); 2] = [(KvBits::Eight, 8), (KvBits::Four, 4)];
 /// Positions in the blocks that a query attends to: some of the recent positions, and some of the older ones.
@@ -99,7 +97,7 @@ fn sequences_together_match_each_alone() {
     let dir = synthetic(root.path(), 16);
     for (kv_bits, _) in FEW {
         let mut model = load(&dir, kv_bits, CpuArithmetic::default());
-        (0..mixes(2)).for_each(|seed| mix(&mut model, seed, VOCAB));
+        seeds(2).for_each(|seed| mix(&mut model, seed, VOCAB));
     }
 }
 

@@ -3,11 +3,13 @@
 
 pub mod belady;
 pub mod fifo;
+pub mod files;
 pub mod formats;
 pub mod hub;
 pub mod mutate;
 pub mod own_process;
 pub mod process_memory;
+pub mod random_cases;
 pub mod split_mix64;
 
 /// The repository's root.
