@@ -2,8 +2,8 @@
 //! shutdown.
 
 use super::{
-    client::stable,
-    server::{Server, Setup},
+    client::{Answer, stable},
+    server::{Server, Setup, with},
 };
 use serde_json::{Value, json};
 use std::time::Duration;
@@ -353,11 +353,16 @@ async fn full_queue_answers_429() {
     assert_eq!(server.post(CHAT, &body).await.status, 200);
 }
 
-/// Waits until the server has begun to shut down.
-async fn wait_for_drain(server: &Server) {
+/// A server that shuts down while it answers a request, of which the model computes no further token.
+async fn drain_with_running_request(grace: Duration) -> (Server, Answer) {
+    const SAYS: &str = "</think>\n\none two three four five six seven eight nine ten";
+    let mut server = Setup { says: Some(SAYS), stops_at: 1, grace, ..Setup::default() }.start().await;
+    let running = server.post(CHAT, &with(question(), json!({"stream": true}))).await;
+    server.load(1, 0).await;
+    server.shut_down();
     for _ in 0..6000 {
         if server.get("/health").await.status == 503 {
-            return;
+            return (server, running);
         }
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
@@ -366,15 +371,7 @@ async fn wait_for_drain(server: &Server) {
 
 #[tokio::test]
 async fn shutdown_finishes_running_requests() {
-    const SAYS: &str = "</think>\n\none two three four five six seven eight nine ten";
-    let grace = Duration::from_secs(60);
-    let mut server = Setup { says: Some(SAYS), stops_at: 1, grace, ..Setup::default() }.start().await;
-    let mut body = question();
-    body["stream"] = true.into();
-    let running = server.post(CHAT, &body).await;
-    server.load(1, 0).await;
-    server.shut_down();
-    wait_for_drain(&server).await;
+    let (server, running) = drain_with_running_request(Duration::from_secs(60)).await;
     let refused = server.post(CHAT, &question()).await;
     assert_eq!(refused.status, 503);
     assert_eq!(refused.json().await["error"]["code"], "shutting_down");
@@ -385,15 +382,8 @@ async fn shutdown_finishes_running_requests() {
 
 #[tokio::test]
 async fn request_after_grace_period_fails() {
-    const SAYS: &str = "</think>\n\none two three four five six seven eight nine ten";
     let grace = Duration::from_millis(200);
-    let mut server = Setup { says: Some(SAYS), stops_at: 1, grace, ..Setup::default() }.start().await;
-    let mut body = question();
-    body["stream"] = true.into();
-    let running = server.post(CHAT, &body).await;
-    server.load(1, 0).await;
-    server.shut_down();
-    wait_for_drain(&server).await;
+    let (server, running) = drain_with_running_request(grace).await;
     tokio::time::sleep(grace).await;
     server.resume();
     let text = running.text().await;

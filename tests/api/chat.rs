@@ -2,7 +2,7 @@
 
 use super::{
     client::{events, stable},
-    server::{Server, Setup},
+    server::{Server, Setup, with},
 };
 use moestro::http::RequestLimits;
 use serde_json::{Value, json};
@@ -17,11 +17,6 @@ const CALLS: &str = "I should call get_weather.\n</think>\n\n<tool_call>\n<funct
 
 fn question() -> Value {
     json!({"model": "mock", "messages": [{"role": "user", "content": "What is 12+7?"}]})
-}
-
-fn with(mut body: Value, more: Value) -> Value {
-    body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-    body
 }
 
 fn tools() -> Value {

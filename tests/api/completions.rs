@@ -2,7 +2,7 @@
 
 use super::{
     client::stable,
-    server::{EOS, Server, Setup, VOCAB},
+    server::{EOS, Server, Setup, VOCAB, with},
 };
 use moestro::http::ServerState;
 use moestro_engine::DraftPolicy;
@@ -297,11 +297,8 @@ async fn invalid_token_ids_are_refused() {
 #[tokio::test]
 async fn choices_of_a_prompt_are_adjacent() {
     let server = Server::saying(" and so on.").await;
-    let body = |more: Value| {
-        let mut body = json!({"prompt": ["One", "Two"], "max_tokens": 12, "seed": 7, "temperature": 2});
-        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-        body
-    };
+    let body =
+        |more: Value| with(json!({"prompt": ["One", "Two"], "max_tokens": 12, "seed": 7, "temperature": 2}), more);
     let one = server.ask(PATH, &body(json!({}))).await;
     let answer = server.ask(PATH, &body(json!({"n": 3, "best_of": 3}))).await;
     let choices = answer["choices"].as_array().unwrap();

@@ -1,6 +1,6 @@
 //! Tests of continuing the final assistant message: `continue_final_message`, and Anthropic's prefill.
 
-use super::server::Server;
+use super::server::{Server, with};
 use serde_json::{Value, json};
 
 const CHAT: &str = "/v1/chat/completions";
@@ -9,9 +9,7 @@ const PROMPT: &str = "<|im_start|>user\nWhat is 12+7?<|im_end|>\n<|im_start|>ass
 fn ask(last: Value, more: Value) -> Value {
     let mut last = last;
     last["role"] = "assistant".into();
-    let mut body = json!({"messages": [{"role": "user", "content": "What is 12+7?"}, last]});
-    body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-    body
+    with(json!({"messages": [{"role": "user", "content": "What is 12+7?"}, last]}), more)
 }
 
 async fn rendered(server: &Server, body: &Value) -> String {
@@ -71,11 +69,7 @@ async fn anthropic_prefill_is_continued() {
 #[tokio::test]
 async fn invalid_continuation_is_refused() {
     let server = Server::saying("Hello.").await;
-    let continued = |more: Value| {
-        let mut all = json!({"continue_final_message": true});
-        all.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-        all
-    };
+    let continued = |more: Value| with(json!({"continue_final_message": true}), more);
     let calls = json!([{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]);
     for (body, param) in [
         (ask(json!({"content": "", "tool_calls": calls}), continued(json!({}))), "messages"),

@@ -1,7 +1,7 @@
 //! Tests with requests of desktop programs. The requests are written from the source code of the version named at each
 //! test. The tests read the answers in the same way as these programs.
 
-use super::server::{Server, Setup};
+use super::server::{Server, Setup, with};
 use moestro::http::ApiSet;
 use serde_json::{Value, json};
 
@@ -69,8 +69,7 @@ async fn open_webui_connects_to_openai_api() {
     // This is the request of the button that continues an answer.
     let messages = json!([{"role": "user", "content": "What is 12+7?"}, {"role": "assistant", "content": "12 + 7"}]);
     let go_on = json!({"continue_final_message": true, "add_generation_prompt": false});
-    let mut body = json!({"stream": true, "model": "mock", "messages": messages});
-    body.as_object_mut().unwrap().extend(go_on.as_object().unwrap().clone());
+    let body = with(json!({"stream": true, "model": "mock", "messages": messages}), go_on);
     assert!(!stream(&server, "/v1/chat/completions", &body).await.is_empty());
 }
 

@@ -12,7 +12,7 @@ use std::{
     path::{Path, PathBuf},
     time::Duration,
 };
-use test_support::own_process::ran_in_own_process;
+use test_support::{files::copy_files, own_process::ran_in_own_process};
 
 const FIXTURE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/vision");
 const NOT_SHOWN: &str = "x-moestro-images-not-shown";
@@ -31,12 +31,10 @@ fn qwen3_5() -> PathBuf {
 /// A checkpoint of qwen4_exp, with the tokenizer and the template of the other checkpoint.
 fn qwen4_exp() -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
-    for name in ["config.json", "preprocessor_config.json", "model.safetensors"] {
-        std::fs::copy(Path::new(FIXTURE).join("../qwen4_exp_images").join(name), dir.path().join(name)).unwrap();
-    }
-    for name in ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"] {
-        std::fs::copy(qwen3_5().join(name), dir.path().join(name)).unwrap();
-    }
+    let images = Path::new(FIXTURE).join("../qwen4_exp_images");
+    copy_files(images, dir.path(), &["config.json", "preprocessor_config.json", "model.safetensors"]);
+    let names = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"];
+    copy_files(qwen3_5(), dir.path(), &names);
     dir
 }
 

@@ -1,7 +1,7 @@
 //! Tests of invalid requests, which must get a 4xx status with OpenAI's error object, and of unusual requests that are
 //! valid.
 
-use super::server::{Server, Setup};
+use super::server::{Server, Setup, with};
 use moestro::http::BODY_LIMIT;
 use serde_json::{Value, json};
 
@@ -111,8 +111,7 @@ async fn wrong_value_error_names_the_field() {
         (json!({"stop_token_ids": [5]}), "stop_token_ids"),
         (json!({"bad_words": ["x"]}), "bad_words"),
     ] {
-        let mut body = json!({"messages": user});
-        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        let body = with(json!({"messages": user}), more.clone());
         assert_eq!(refused(&server, CHAT, body.to_string().as_bytes()).await, (400, json!(param)), "{more}");
     }
     for (body, param) in [
@@ -161,8 +160,7 @@ async fn unusual_values_are_accepted() {
         json!({"max_tokens": -1, "verbosity": "low"}),
         json!({"max_tokens": 4_000_000_000u32, "temperature": 2, "seed": -5, "logit_bias": {"5": -100}}),
     ] {
-        let mut body = json!({"messages": [{"role": "user", "content": "Hi"}]});
-        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        let body = with(json!({"messages": [{"role": "user", "content": "Hi"}]}), more.clone());
         let answer = server.post(CHAT, &body).await;
         let status = answer.status;
         assert_eq!(status, 200, "{more}: {}", answer.text().await);

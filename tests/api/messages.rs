@@ -1,6 +1,6 @@
 //! Tests of `/v1/messages` and `/v1/messages/count_tokens`.
 
-use super::server::{CALLS_WITH_WORD, Server, Setup, frequent_events};
+use super::server::{CALLS_WITH_WORD, Server, Setup, frequent_events, with};
 use serde_json::{Value, json};
 use std::time::Duration;
 
@@ -14,11 +14,6 @@ const CALLS: &str = "I look it up.\n</think>\n\nOne moment.\n\n<tool_call>\n<fun
 fn question() -> Value {
     json!({"model": "mock", "max_tokens": 200, "thinking": {"type": "enabled", "budget_tokens": 1024},
            "messages": [{"role": "user", "content": "What is 12+7?"}]})
-}
-
-fn with(mut body: Value, more: Value) -> Value {
-    body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-    body
 }
 
 fn tools() -> Value {

@@ -1,6 +1,6 @@
 //! Tests of Ollama's API, on its own port.
 
-use super::server::{Server, Setup, frequent_events};
+use super::server::{Server, Setup, frequent_events, with};
 use moestro::http::ApiSet;
 use serde_json::{Value, json};
 use std::time::Duration;
@@ -14,9 +14,7 @@ async fn server(says: &'static str) -> Server {
 }
 
 fn question(more: Value) -> Value {
-    let mut body = json!({"model": "mock:latest", "messages": [{"role": "user", "content": "What is 12+7?"}]});
-    body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-    body
+    with(json!({"model": "mock:latest", "messages": [{"role": "user", "content": "What is 12+7?"}]}), more)
 }
 
 /// The lines of a stream.

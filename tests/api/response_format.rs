@@ -3,7 +3,7 @@
 //! The mock model repeats a fixed answer. If the grammar forbids the next token of that answer, the mock model
 //! continues with random allowed tokens.
 
-use super::server::{Server, Setup};
+use super::server::{Server, Setup, with};
 use serde_json::{Value, json};
 
 const PATH: &str = "/v1/chat/completions";
@@ -11,9 +11,7 @@ const PATH: &str = "/v1/chat/completions";
 const THINKS: &str = "I need to compute 12 + 7. That is 19.\n</think>\n\n12 + 7 = 19.";
 
 fn ask(more: Value) -> Value {
-    let mut body = json!({"messages": [{"role": "user", "content": "What is 12+7?"}]});
-    body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-    body
+    with(json!({"messages": [{"role": "user", "content": "What is 12+7?"}]}), more)
 }
 
 fn sizes() -> Value {
@@ -51,9 +49,7 @@ async fn content_matches_the_schema() {
     let server = Server::saying(THINKS).await;
     for more in [json!({}), json!({"enable_thinking": false}), json!({"thinking_budget": 4}), json!({"temperature": 1})]
     {
-        let mut body = ask(schema(&sizes()));
-        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-        let choice = server.ask(PATH, &body).await["choices"][0].clone();
+        let choice = server.ask(PATH, &with(ask(schema(&sizes())), more.clone())).await["choices"][0].clone();
         let content: Value = serde_json::from_str(choice["message"]["content"].as_str().unwrap()).unwrap();
         assert_sizes(&content);
         assert_eq!(choice["finish_reason"], "stop");
@@ -243,11 +239,8 @@ async fn choices_use_consecutive_seeds() {
     assert_eq!(tokens(chunks.last().unwrap(), "completion_tokens"), 2 * tokens(&one, "completion_tokens"));
 
     // Choice number i of a request is sampled with seed + i.
-    let random = |more: Value| {
-        let mut body = ask(json!({"temperature": 1.5, "guided_regex": "[a-z]{12}", "enable_thinking": false}));
-        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-        body
-    };
+    let random = json!({"temperature": 1.5, "guided_regex": "[a-z]{12}", "enable_thinking": false});
+    let random = |more: Value| with(ask(random.clone()), more);
     let both = server.ask(PATH, &random(json!({"n": 2, "seed": 7}))).await;
     for (index, seed) in [(0, 7), (1, 8)] {
         let alone = server.ask(PATH, &random(json!({"seed": seed}))).await;

@@ -1,6 +1,6 @@
 //! Tests of `/v1/responses`.
 
-use super::server::{CALLS_WITH_WORD, Server, Setup, frequent_events};
+use super::server::{CALLS_WITH_WORD, Server, Setup, frequent_events, with};
 use moestro::http::ServerState;
 use serde_json::{Value, json};
 use std::time::Duration;
@@ -14,11 +14,6 @@ const CALLS: &str = "I look it up.\n</think>\n\nOne moment.\n\n<tool_call>\n<fun
 
 fn question() -> Value {
     json!({"model": "mock", "input": "What is 12+7?"})
-}
-
-fn with(mut body: Value, more: Value) -> Value {
-    body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-    body
 }
 
 fn tools() -> Value {

@@ -1,6 +1,6 @@
 //! Tests of tools that have a type instead of a schema, as the providers define them.
 
-use super::server::{Server, Setup};
+use super::server::{Server, Setup, with};
 use serde_json::{Value, json};
 
 /// Tools that Anthropic defines and the client runs: type without date, dates, name and a call. The second name is that of
@@ -65,9 +65,7 @@ const RESPONSES_TOOLS: [&str; 17] = [
 ];
 
 fn messages(tool: &Value, more: Value) -> Value {
-    let mut body = json!({"messages": [{"role": "user", "content": "Go on."}], "max_tokens": 400, "tools": [tool]});
-    body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-    body
+    with(json!({"messages": [{"role": "user", "content": "Go on."}], "max_tokens": 400, "tools": [tool]}), more)
 }
 
 /// A call as the demo's template writes it, without reasoning.

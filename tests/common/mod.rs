@@ -6,6 +6,7 @@ pub mod fp8_checkpoint;
 pub mod qwen4_exp;
 pub mod qwen4_images;
 pub mod sequence_mix;
+pub mod tensor_file;
 
 use moestro::tools::synth::{self, Dimensions, SynthOptions};
 use moestro_base::metrics::Metrics;
@@ -57,10 +58,17 @@ pub fn narrow(real: Dimensions) -> Dimensions {
 
 /// Writes a model with these dimensions and random weights to `root`. Returns its directory.
 pub fn write_model(root: &Path, dimensions: Dimensions, seed: u64) -> PathBuf {
-    let out = root.join("model");
+    write_synthetic(root, synth_options(dimensions, seed))
+}
+
+pub fn synth_options(dimensions: Dimensions, seed: u64) -> SynthOptions {
     let (eos_token_ids, extras) = (Vec::new(), Vec::new());
-    let options =
-        SynthOptions { dimensions, seed, router_skew: 0.5, eos_token_ids, shard: 1 << 20, threads: 2, extras };
+    SynthOptions { dimensions, seed, router_skew: 0.5, eos_token_ids, shard: 1 << 20, threads: 2, extras }
+}
+
+/// Writes a synthetic model to `root`. Returns its directory.
+pub fn write_synthetic(root: &Path, options: SynthOptions) -> PathBuf {
+    let out = root.join("model");
     synth::write(&out, &options, &|_| ()).unwrap();
     out
 }
@@ -74,6 +82,14 @@ pub fn load_with(dir: &Path, mut options: LoadOptions) -> Qwen {
     options.plan.context = options.plan.context.or(Some(2048));
     Qwen::load(dir, &options, &Metrics::new("test", "cpu"), &mut |_, _| ())
         .unwrap_or_else(|error| panic!("{}: {error}", dir.display()))
+}
+
+/// The error of loading the checkpoint in `dir`, in one line.
+pub fn load_error(dir: &Path) -> String {
+    let loaded = Qwen::load(dir, &LoadOptions::default(), &Metrics::new("test", "cpu"), &mut |_, _| ());
+    let error = loaded.err().expect("it was loaded").to_string();
+    assert!(!error.contains('\n'), "{error}");
+    error
 }
 
 /// The tensors of a safetensors file as f32 (integers included), by name.

@@ -1,12 +1,19 @@
 //! The tiny qwen4_exp checkpoint, and the results of transformers for two prompts.
 
-use super::{distance, fixtures::FIXTURES, narrow};
-use moestro::tools::synth::{self, Dimensions, StreamDimensions, SynthOptions};
-use safetensors::{Dtype, SafeTensors, tensor::TensorView};
+pub use super::tensor_file::Tensors;
+use super::{
+    distance,
+    fixtures::FIXTURES,
+    narrow, synth_options,
+    tensor_file::{self, serialized},
+    write_synthetic,
+};
+use moestro::tools::synth::{Dimensions, StreamDimensions, SynthOptions};
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::HashMap,
     path::{Path, PathBuf},
 };
+use test_support::files::copy_files;
 
 /// Largest allowed difference of an intermediate result.
 pub const STAGE: f32 = 2e-5;
@@ -56,8 +63,6 @@ pub fn check(what: &str, found: &[f32], expected: &[f32], bound: f32) {
     assert!(off <= bound, "{what}: off by {off}");
 }
 
-pub type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
-
 /// Writes a synthetic model whose indexer selects blocks with `budget` positions. Its heads have 64 values, which 8-bit
 /// and 4-bit keys need. Returns its directory.
 pub fn synthetic(root: &Path, budget: usize) -> PathBuf {
@@ -71,35 +76,20 @@ pub fn synthetic(root: &Path, budget: usize) -> PathBuf {
         ..real.streams.clone().unwrap()
     };
     let dimensions = Dimensions { layers: 4, streams: Some(streams), ..narrow(real) };
-    let out = root.join("model");
-    let (extras, eos_token_ids) = (Vec::new(), vec![298, 296]);
-    let options =
-        SynthOptions { dimensions, seed: 4, router_skew: 0.5, eos_token_ids, shard: 1 << 20, threads: 2, extras };
-    synth::write(&out, &options, &|_| ()).unwrap();
-    out
+    write_synthetic(root, SynthOptions { eos_token_ids: vec![298, 296], ..synth_options(dimensions, 4) })
 }
 
 /// The tensors of the checkpoint without the tensors of the MTP head.
 pub fn tensors() -> Tensors {
-    let mut all = Tensors::new();
-    for file in ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"] {
-        let bytes = std::fs::read(dir().join(file)).unwrap();
-        for (name, tensor) in SafeTensors::deserialize(&bytes).unwrap().tensors() {
-            if !name.starts_with("mtp.") {
-                all.insert(name, (tensor.dtype(), tensor.shape().to_vec(), tensor.data().to_vec()));
-            }
-        }
-    }
-    all
+    let files = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"];
+    let all = files.map(|file| tensor_file::read(&std::fs::read(dir().join(file)).unwrap()));
+    all.into_iter().flatten().filter(|(name, _)| !name.starts_with("mtp.")).collect()
 }
 
 /// A checkpoint of these tensors.
 pub fn written(tensors: &Tensors) -> tempfile::TempDir {
     let copy = tempfile::tempdir().unwrap();
-    let views = tensors
-        .iter()
-        .map(|(name, (dtype, shape, data))| (name.clone(), TensorView::new(*dtype, shape.clone(), data).unwrap()));
-    std::fs::write(copy.path().join("model.safetensors"), safetensors::serialize(views, None).unwrap()).unwrap();
-    std::fs::copy(dir().join("config.json"), copy.path().join("config.json")).unwrap();
+    std::fs::write(copy.path().join("model.safetensors"), serialized(tensors)).unwrap();
+    copy_files(dir(), copy.path(), &["config.json"]);
     copy
 }

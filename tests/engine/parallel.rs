@@ -4,7 +4,7 @@ use super::scheduler::{MS, engine, options, request, wait_until_idle};
 use mock_model::MockModel;
 use moestro_compute::device::{CpuArithmetic, CpuDevice};
 use moestro_engine::{
-    ClientId, DraftPolicy, Event, Events, Finish, Options, Request, Sampling, collect, error::EngineError,
+    ClientId, DraftPolicy, Event, Events, Finish, Handle, Options, Request, Sampling, collect, error::EngineError,
 };
 use std::{
     sync::{Arc, atomic::Ordering},
@@ -129,13 +129,14 @@ fn failed_prompt_ends_one_request() {
     }
 }
 
+fn ask_as(handle: &Handle, client: ClientId, max_tokens: usize) -> Events {
+    handle.submit(Request { client, ..request(&[9], max_tokens) }).unwrap()
+}
+
 #[test]
 fn clients_take_turns() {
     let (handle, ..) = engine(&slow_model(1), parallel(1));
-    let ask = |key, max_tokens| {
-        let client = ClientId::new(0, key, 0);
-        handle.submit(Request { client, ..request(&[9], max_tokens) }).unwrap()
-    };
+    let ask = |key, max_tokens| ask_as(&handle, ClientId::new(0, key, 0), max_tokens);
     let mut first = ask(1, 90_000);
     wait_for_token(&mut first);
     let mut waiting: Vec<_> = (0..3).map(|_| ask(1, 1)).collect();
@@ -153,10 +154,7 @@ fn clients_take_turns() {
 #[test]
 fn keys_take_turns_before_users() {
     let (handle, ..) = engine(&slow_model(1), parallel(1));
-    let ask = |address, key, user, max_tokens| {
-        let client = ClientId::new(address, key, user);
-        handle.submit(Request { client, ..request(&[9], max_tokens) }).unwrap()
-    };
+    let ask = |address, key, user, max_tokens| ask_as(&handle, ClientId::new(address, key, user), max_tokens);
     let mut first = ask(1, 1, 1, 90_000);
     wait_for_token(&mut first);
     let mut users = [ask(1, 1, 2, 1), ask(1, 1, 3, 1), ask(1, 3, 1, 1)];
@@ -179,10 +177,7 @@ fn keys_take_turns_before_users() {
 #[test]
 fn queued_request_is_not_starved() {
     let (handle, ..) = engine(&slow_model(1), parallel(1));
-    let ask = |key, max_tokens| {
-        let client = ClientId::new(0, key, 0);
-        handle.submit(Request { client, ..request(&[9], max_tokens) }).unwrap()
-    };
+    let ask = |key, max_tokens| ask_as(&handle, ClientId::new(0, key, 0), max_tokens);
     let mut first = ask(1, 90_000);
     wait_for_token(&mut first);
     let (mut second, mut b, mut c) = (ask(1, 1), ask(2, 90_000), ask(3, 90_000));

@@ -4,6 +4,7 @@
 use crate::{
     forward::{DEMO, answer, cases, common, options},
     layer_spans,
+    queue::move_to_queue,
 };
 use common::{load_with, margin, narrow, write_model};
 use moestro::tools::synth::Dimensions;
@@ -43,8 +44,7 @@ fn compared_kernels_run_on_the_gpu() {
 }
 
 fn planned(options: LoadOptions, gpu: SystemGpu) -> Qwen {
-    let options = LoadOptions { gpu: Some(u64::MAX), ..options };
-    load_with(Path::new(DEMO), options).move_to(gpu).unwrap_or_else(|refused| panic!("{}", refused.error))
+    move_to_queue(load_with(Path::new(DEMO), LoadOptions { gpu: Some(u64::MAX), ..options }), gpu)
 }
 
 fn streaming(slots: Option<usize>) -> LoadOptions {
@@ -106,7 +106,7 @@ fn released_segments_free_memory_and_keep_answers() {
     let dir = write_model(root.path(), dimensions, 5);
     let mut options = LoadOptions { gpu: Some(u64::MAX), ..options(false) };
     options.store.segment_bytes = 8 << 20;
-    let mut model = load_with(&dir, options).move_to(first).unwrap_or_else(|refused| panic!("{}", refused.error));
+    let mut model = move_to_queue(load_with(&dir, options), first);
     let prompt: Vec<u32> = (0..40).map(|i| i * 37 % 300).collect();
     let expected = answer(&mut model, &prompt, &[], 6);
     // Free memory of a GPU that has its own, and this process's RAM.

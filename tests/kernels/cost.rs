@@ -1,14 +1,13 @@
 //! Counts the launches, command buffers and waits of one decoded token of the demo.
 
 use crate::{
-    forward::{DEMO, options},
+    forward::{options, planned},
     gpu::{Count, HostGpu},
     host::Host,
     queue,
 };
 use moestro_model::model::{Model, Rows};
 use moestro_model::plan::Parallel;
-use std::path::Path;
 
 #[test]
 fn launches_ignore_the_number_of_sequences() {
@@ -35,10 +34,9 @@ fn decode_launches_and_waits_are_bounded() {
     for streaming in [false, true] {
         let gpu = HostGpu::new(Host::fast());
         let counted = gpu.count.clone();
-        let mut options = moestro_model::model::LoadOptions { gpu: Some(u64::MAX), ..options(streaming) };
+        let mut options = options(streaming);
         options.store.prefetch = moestro_compute::experts::Prefetch::Off;
-        let model = crate::forward::common::load_with(Path::new(DEMO), options).move_to(gpu.queue());
-        let mut model = model.unwrap_or_else(|refused| panic!("{}", refused.error));
+        let mut model = planned(options, gpu);
         let layers = model.config().layers;
         // In the second pass, every expert that the token uses has a slot.
         for _ in 0..2 {

@@ -4,16 +4,19 @@ use crate::{
     forward::{DEMO, answer, cases, common, options},
     gpu::HostGpu,
     host::Host,
-    mtp::{SMALL, answers},
+    mtp::answers,
+    queue::move_to,
 };
 use moestro_engine::{Draft, DraftPolicy, LookupDraft, ModelDraft, Sampling};
 use moestro_model::model::{LoadOptions, Qwen};
 use std::path::Path;
 
+/// A dense model with the demo's tokenizer.
+const SMALL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/drafts/model");
+
 fn on_kernels() -> Qwen {
     let options = LoadOptions { gpu: Some(u64::MAX), verify: true, ..options(false) };
-    let moved = common::load_with(Path::new(SMALL), options).move_to(HostGpu::new(Host::fast()).queue());
-    moved.unwrap_or_else(|refused| panic!("{}", refused.error))
+    move_to(common::load_with(Path::new(SMALL), options), HostGpu::new(Host::fast()))
 }
 
 #[test]

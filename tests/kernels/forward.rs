@@ -5,8 +5,13 @@
 #[path = "../common/mod.rs"]
 pub mod common;
 
-use crate::{card::max_log_prob_difference, gpu::HostGpu, host::Host, queue::place};
-use common::{argmax, load_with};
+use crate::{
+    card::max_log_prob_difference,
+    gpu::HostGpu,
+    host::Host,
+    queue::{move_to, place},
+};
+use common::{argmax, fixtures::Case, load_with};
 use moestro_base::metrics::Metrics;
 use moestro_compute::{
     device::CpuArithmetic,
@@ -20,7 +25,7 @@ use std::{
     sync::{Arc, Mutex},
 };
 
-pub const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo");
+pub use common::fixtures::DEMO;
 
 pub fn options(streaming: bool) -> LoadOptions {
     let store = StoreOptions { io: ReadMode::Buffered, ..StoreOptions::default() };
@@ -34,9 +39,9 @@ pub fn options(streaming: bool) -> LoadOptions {
 }
 
 /// The demo, planned for a GPU and placed on `gpu`.
-fn planned(options: LoadOptions, gpu: HostGpu) -> Qwen {
+pub fn planned(options: LoadOptions, gpu: HostGpu) -> Qwen {
     let options = LoadOptions { gpu: Some(u64::MAX), ..options };
-    load_with(Path::new(DEMO), options).move_to(gpu.queue()).unwrap_or_else(|refused| panic!("{}", refused.error))
+    move_to(load_with(Path::new(DEMO), options), gpu)
 }
 
 fn resident(gpu: HostGpu) -> Qwen {
@@ -47,16 +52,8 @@ fn fast() -> HostGpu {
     HostGpu::new(Host::fast())
 }
 
-#[derive(serde::Deserialize)]
-pub struct Case {
-    pub question: String,
-    pub prompt_ids: Vec<u32>,
-    pub greedy_ids: Vec<u32>,
-}
-
 pub fn cases() -> Vec<Case> {
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/demo/greedy.json");
-    serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
+    common::fixtures::demo().0
 }
 
 /// Greedy ids, and the logits from which each id was chosen.
@@ -233,7 +230,7 @@ fn read(chunk: usize) -> u64 {
     (options.store.slots, options.store.prefetch) = (Some(8), Prefetch::Off);
     let metrics = Metrics::new("test", "gpu");
     let qwen = Qwen::load(Path::new(DEMO), &options, &metrics, &mut |_, _| ()).unwrap();
-    let mut model = qwen.move_to(fast().queue()).unwrap_or_else(|refused| panic!("{}", refused.error));
+    let mut model = move_to(qwen, fast());
     let prompt: Vec<u32> = cases().iter().flat_map(|case| case.prompt_ids.clone()).take(64).collect();
     let fetches = Arc::new(Mutex::new((Vec::new(), 0)));
     let log = fetches.clone();

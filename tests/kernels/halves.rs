@@ -6,7 +6,7 @@ use crate::{
     check::*,
     double::Double,
     experts::{group, layer},
-    forward::{DEMO, answer, cases, common::load_with, options},
+    forward::{DEMO, answer, cases, common::load_with, options, planned},
     gpu::HostGpu,
     host::Host,
     queue,
@@ -234,9 +234,7 @@ fn room_of(host: &mut Host, rows: usize) -> Region {
 }
 
 fn on_halves(options: LoadOptions) -> Qwen {
-    let gpu = HostGpu::with_matrix_units(Host::fast()).queue();
-    let options = LoadOptions { gpu: Some(u64::MAX), ..options };
-    load_with(Path::new(DEMO), options).move_to(gpu).unwrap_or_else(|refused| panic!("{}", refused.error))
+    planned(options, HostGpu::with_matrix_units(Host::fast()))
 }
 
 #[test]

@@ -117,6 +117,10 @@ fn sigmoid(x: f64) -> f64 {
     1.0 / (1.0 + (-x).exp())
 }
 
+fn delta(key_heads: usize, value_heads: usize, key_dim: usize, value_dim: usize) -> DeltaShape {
+    DeltaShape { key_heads, value_heads, key_dim, value_dim, conv_width: 4, eps: 1e-6, gate: Default::default() }
+}
+
 /// Computes convolution, recurrence and gated norm over `chunks` of tokens. Every split into chunks must give the same
 /// bytes, even if a chunk is added to the state only when the next chunk is computed.
 fn delta_case(op: DeltaShape, chunks: &[&[usize]]) {
@@ -223,15 +227,7 @@ fn fused_delta_layer_equals_separate_launches() {
     // Matrix units need rows that are multiples of 128.
     for (codes, value_dim) in [(AFFINE4, 48), (AFFINE8, 48), (few_bits, 48), (AFFINE4, 32), (AFFINE8, 32)] {
         let is_tiled = value_dim == 32;
-        let shape = &DeltaShape {
-            key_heads: 2,
-            value_heads: 4,
-            key_dim: 64,
-            value_dim,
-            conv_width: 4,
-            eps: 1e-6,
-            gate: Default::default(),
-        };
+        let shape = &delta(2, 4, 64, value_dim);
         let (hidden, channels, values, heads) = (128, shape.channels(), shape.values(), shape.value_heads);
         let mut found: Vec<Vec<Vec<u8>>> = Vec::new();
         let cuts = [&[2, 1, 1, 5][..], &[2, 2, 4, 1]];
@@ -302,15 +298,6 @@ fn fused_delta_layer_equals_separate_launches() {
 
 #[test]
 fn delta_net_matches_reference() {
-    let delta = |key_heads, value_heads, key_dim, value_dim| DeltaShape {
-        key_heads,
-        value_heads,
-        key_dim,
-        value_dim,
-        conv_width: 4,
-        eps: 1e-6,
-        gate: Default::default(),
-    };
     delta_case(delta(2, 4, 128, 128), &[&[7], &[1, 1, 1, 1, 1, 1, 1], &[2, 5]]);
     delta_case(delta(1, 3, 20, 37), &[&[4], &[3, 1]]);
     delta_case(DeltaShape { gate: OutputGate::Sigmoid, ..delta(1, 1, 256, 16) }, &[&[3]]);
@@ -319,15 +306,7 @@ fn delta_net_matches_reference() {
 /// macOS aborts launches whose threadgroups run too long, so a long recurrence must be split.
 #[test]
 fn long_recurrence_is_cut() {
-    let shape = DeltaShape {
-        key_heads: 1,
-        value_heads: 1,
-        key_dim: 16,
-        value_dim: 16,
-        conv_width: 4,
-        eps: 1e-6,
-        gate: Default::default(),
-    };
+    let shape = delta(1, 1, 16, 16);
     delta_case(shape, &[&[520], &[256, 264], &[100, 420]]);
     let tokens = 520;
     let rows = |width: usize| Region { buffer: 0, offset: 0, len: tokens * width * 4 };

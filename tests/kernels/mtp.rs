@@ -9,11 +9,12 @@ use crate::{
     },
     gpu::HostGpu,
     host::Host,
+    queue::move_to,
 };
 use moestro_base::metrics::Metrics;
 use moestro_compute::experts::{ExpertChoice, PassSize};
 use moestro_engine::{
-    self as engine, DflashDraft, Draft, DraftPolicy, LookupDraft, ModelDraft, MtpDraft, Request, Sampling, Timings,
+    self as engine, DflashDraft, Draft, DraftPolicy, LookupDraft, MtpDraft, Request, Sampling, Timings,
 };
 use moestro_model::model::{
     DflashModel, HiddenRows, HiddenStates, HiddenTaps, LoadOptions, Model, MtpSource, Qwen, Rows, dflash,
@@ -22,17 +23,13 @@ use std::{
     path::Path,
     sync::{Arc, Mutex},
 };
+use test_support::files::copy_dir;
 
 const HEAD: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/drafts/mtp.safetensors");
-/// A dense model with the demo's tokenizer.
-pub const SMALL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/drafts/model");
 
 /// Writes the demo with its MTP head to `at`.
 fn with_head(at: &Path) {
-    for entry in std::fs::read_dir(DEMO).unwrap() {
-        let path = entry.unwrap().path();
-        std::fs::copy(&path, at.join(path.file_name().unwrap())).unwrap();
-    }
+    copy_dir(DEMO, at);
     std::fs::copy(HEAD, at.join("mtp.safetensors")).unwrap();
 }
 
@@ -43,8 +40,7 @@ fn on_cpu(dir: &Path) -> Qwen {
 fn on_kernels(dir: &Path, streaming: bool) -> Qwen {
     let options =
         LoadOptions { drafter: MtpSource::Checkpoint, gpu: Some(u64::MAX), verify: true, ..options(streaming) };
-    let moved = common::load_with(dir, options).move_to(HostGpu::new(Host::fast()).queue());
-    moved.unwrap_or_else(|refused| panic!("{}", refused.error))
+    move_to(common::load_with(dir, options), HostGpu::new(Host::fast()))
 }
 
 /// The likeliest expert of a row that only `a` has, and the likeliest that only `b` has. `None` if both have the same
@@ -143,10 +139,6 @@ pub fn answers(
     answers
 }
 
-fn small() -> ModelDraft {
-    ModelDraft::new(common::load_with(Path::new(SMALL), LoadOptions { verify: true, ..options(false) }))
-}
-
 fn block(model: &Qwen) -> DflashDraft {
     const DFLASH: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo-dflash");
     let surveyed = dflash::DflashCheckpoint::new(Path::new(DFLASH), model.config()).unwrap();
@@ -167,13 +159,12 @@ fn answers_ignore_every_draft_kind() {
     let asked = [(twice, Sampling::greedy()), (story.clone(), penal)];
     let plain = answers(on_kernels(dir.path(), false), Box::new(LookupDraft), DraftPolicy::Off, &asked);
     // The CPU tests run every kind of draft resident and streaming. On the kernels each run takes seconds, so each kind
-    // runs only once or twice.
-    let kinds = [("mtp", false), ("mtp", true), ("model", false), ("dflash", false), ("lookup", true)];
+    // runs only once or twice. A draft model runs on the CPU, as in `dense.rs`.
+    let kinds = [("mtp", false), ("mtp", true), ("dflash", false), ("lookup", true)];
     for (kind, streaming) in kinds {
         let model = on_kernels(dir.path(), streaming);
         let draft: Box<dyn Draft<Qwen>> = match kind {
             "mtp" => Box::new(MtpDraft::new(&model).expect("the model has a head")),
-            "model" => Box::new(small()),
             "dflash" => Box::new(block(&model)),
             _ => Box::new(LookupDraft),
         };

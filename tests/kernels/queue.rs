@@ -321,10 +321,7 @@ fn refused_placement_returns_the_model() {
         let double = Double::new(Host::fast());
         double.control().lock().unwrap().fault = Some(Plan { method, nth: 0, fault: Fault::Refused });
         let Err(refused) = load(false).move_to(CommandQueue::new(double)) else { panic!("{method}") };
-        let mut again = refused
-            .qwen
-            .move_to(CommandQueue::new(Double::new(Host::fast())))
-            .unwrap_or_else(|refused| panic!("{}", refused.error));
+        let mut again = move_to(*refused.qwen, Double::new(Host::fast()));
         assert!(answer(&mut again).unwrap() == expected(false), "{method}");
     }
 }

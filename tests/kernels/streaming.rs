@@ -1,7 +1,7 @@
 //! Compares streaming on the GPU path with streaming on the CPU path: lookups, hits, evictions and used prefetches must
 //! be equal.
 
-use crate::{gpu::HostGpu, host::Host, trace};
+use crate::{forward::DEMO, gpu::HostGpu, host::Host, queue::move_to, trace};
 use moestro_base::metrics::Metrics;
 use moestro_compute::{
     device::CpuArithmetic,
@@ -10,7 +10,6 @@ use moestro_compute::{
 use moestro_model::model::{LoadOptions, Model, Qwen, Rows, StoreOptions};
 use std::{path::Path, sync::Arc};
 
-const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo");
 /// Number of slots: enough for a quarter of the demo's experts.
 const SLOTS: usize = 64;
 
@@ -55,8 +54,7 @@ fn run(prefetch: Prefetch, gpu: bool, tokens: u32) -> Counts {
     let trace = dir.path().join("trace");
     let (mut qwen, metrics) = load(prefetch, &trace, gpu);
     if gpu {
-        let host = HostGpu::new(Host::fast()).queue();
-        decode(&mut qwen.move_to(host).unwrap_or_else(|refused| panic!("{}", refused.error)), tokens);
+        decode(&mut move_to(qwen, HostGpu::new(Host::fast())), tokens);
     } else {
         decode(&mut qwen, tokens);
         drop(qwen);

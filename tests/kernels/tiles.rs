@@ -2,51 +2,12 @@
 //! work.
 
 use crate::{
-    forward::{DEMO, answer, cases, common::load_with, options},
+    forward::{answer, cases, options, planned},
     gpu::HostGpu,
     host::Host,
 };
 use moestro_compute::{device::kernels, ops::check};
-use moestro_model::model::LoadOptions;
-use std::{
-    collections::BTreeSet,
-    io::Write,
-    path::Path,
-    process::{Command, Stdio},
-};
-
-/// Checks one file with the system's compiler and the host shim.
-fn compiles(text: &str) -> Result<(), String> {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels");
-    let mut command = Command::new(std::env::var("CXX").unwrap_or_else(|_| "c++".into()));
-    command.args(["-std=c++17", "-fsyntax-only", "-w", "-xc++", "-I"]).arg(folder).arg("-");
-    let mut compiler = command.stdin(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    compiler.stdin.take().unwrap().write_all(text.as_bytes()).unwrap();
-    let done = compiler.wait_with_output().unwrap();
-    if done.status.success() { Ok(()) } else { Err(String::from_utf8_lossy(&done.stderr).into_owned()) }
-}
-
-/// Joins a kernel file with the other parts of its source like `kernels::metal_source`, but with the host shim.
-fn joined(text: &str, tiles: Option<&str>) -> String {
-    let (mark, tiles) = tiles.map_or(("#define NO_TILES", ""), |tiles| ("", tiles));
-    format!("{mark}\n#include \"shim/host.h\"\n{}\n{tiles}\n{text}\n", kernels::QUANT)
-}
-
-#[test]
-#[ignore = "exhaustive: compiles every kernel twice"]
-fn other_kernels_compile_without_tiles() {
-    let file = |name: &str| vec![(name.to_string(), Ok(()))];
-    let sound = kernels::compile(false, |name, text, tiles| {
-        compiles(&joined(text, tiles.then_some(kernels::TILES))).map(|()| file(name))
-    });
-    assert!(sound.has_tiles && sound.refused.is_empty(), "{:?}", sound.refused);
-    let broken = kernels::TILES.replace("SUM_TILE", "nobody_knows_this");
-    let refused = kernels::compile(false, |name, text, tiles| {
-        compiles(&joined(text, tiles.then_some(&broken))).map(|()| file(name))
-    });
-    assert!(!refused.has_tiles && refused.refused.is_empty(), "{:?}", refused.refused);
-    assert_eq!(refused.pipelines.len(), kernels::FILES.len());
-}
+use std::collections::BTreeSet;
 
 #[test]
 fn metal_source_omits_tiles() {
@@ -105,12 +66,7 @@ fn names(mut host: Host) -> BTreeSet<String> {
 #[test]
 #[ignore = "long: whole answers"]
 fn demo_answers_without_tiles() {
-    let on = |host| {
-        let options = LoadOptions { gpu: Some(u64::MAX), ..options(false) };
-        let gpu = HostGpu::new(host).queue();
-        load_with(Path::new(DEMO), options).move_to(gpu).unwrap_or_else(|refused| panic!("{}", refused.error))
-    };
-    let (mut without, mut with) = (on(Host::plain()), on(Host::fast()));
+    let [mut without, mut with] = [Host::plain(), Host::fast()].map(|host| planned(options(false), HostGpu::new(host)));
     let case = cases().swap_remove(0);
     let expected = answer(&mut with, &case.prompt_ids, &[], 8);
     assert_eq!(expected.0, case.greedy_ids[..8]);

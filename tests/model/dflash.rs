@@ -8,6 +8,7 @@ use std::{
     collections::HashMap,
     path::{Path, PathBuf},
 };
+use test_support::files::copy_files;
 
 fn path(name: &str) -> PathBuf {
     Path::new(FIXTURES).join("dflash").join(name)
@@ -88,9 +89,7 @@ fn incomplete_or_foreign_draft_is_rejected() {
     let target = moestro_model::model::Config::read(&path("target")).unwrap();
     let refused = |change: &dyn Fn(&Path)| {
         let dir = tempfile::tempdir().unwrap();
-        for file in ["config.json", "model.safetensors"] {
-            std::fs::copy(path("draft").join(file), dir.path().join(file)).unwrap();
-        }
+        copy_files(path("draft"), dir.path(), &["config.json", "model.safetensors"]);
         change(dir.path());
         dflash::DflashCheckpoint::new(dir.path(), &target).map(|_| ()).unwrap_err().to_string()
     };

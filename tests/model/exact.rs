@@ -1,7 +1,7 @@
 //! Tests of exactness: greedy output and logits must not depend on slots, read mode, I/O threads and their order,
 //! prefetching, or chunk size.
 
-use crate::common::{decode, load_with, narrow, prefill, write_model};
+use crate::common::{decode, fixtures::DEMO, load_with, narrow, prefill, write_model};
 use moestro::tools::synth;
 use moestro_base::platform::Access;
 use moestro_compute::experts::{Prefetch, ReadMode, ShardFiles};
@@ -13,8 +13,6 @@ use std::{
     cell::Cell,
     path::{Path, PathBuf},
 };
-
-const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo");
 
 /// Settings that must not change results.
 #[derive(Debug, Clone, Copy)]

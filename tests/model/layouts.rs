@@ -2,13 +2,15 @@
 //! that loads gives the logits of the original. Any other layout is refused with a reason.
 
 use crate::{
-    common::{fixtures::Folded, load, prefill},
-    quantizations::{Tensors, micro, read},
+    common::{
+        fixtures::Folded,
+        load, load_error, prefill,
+        tensor_file::{Tensors, serialized},
+    },
+    quantizations::{micro, read},
 };
-use moestro_base::metrics::Metrics;
 use moestro_compute::device::CpuArithmetic;
-use moestro_model::model::{LoadOptions, Qwen};
-use safetensors::{Dtype, tensor::TensorView};
+use safetensors::Dtype;
 use serde_json::{Value, json};
 use std::{collections::BTreeMap, fs, path::Path};
 
@@ -120,16 +122,11 @@ impl Layout {
     }
 
     fn logits(&self) -> Vec<f32> {
-        let dir = self.written();
-        logits(dir.path())
+        logits(self.written().path())
     }
 
     fn refusal(&self) -> String {
-        let dir = self.written();
-        let loaded = Qwen::load(dir.path(), &LoadOptions::default(), &Metrics::new("test", "cpu"), &mut |_, _| ());
-        let error = loaded.err().expect("it was loaded").to_string();
-        assert!(!error.contains('\n'), "{error}");
-        error
+        load_error(self.written().path())
     }
 }
 
@@ -137,13 +134,6 @@ fn set_flag(table: &mut Value, flag: Option<bool>) {
     let Some(table) = table.as_object_mut() else { return };
     table.remove("tie_word_embeddings");
     table.extend(flag.map(|flag| ("tie_word_embeddings".to_owned(), flag.into())));
-}
-
-fn serialized<'a>(tensors: impl Iterator<Item = (&'a String, &'a (Dtype, Vec<usize>, Vec<u8>))>) -> Vec<u8> {
-    let views =
-        tensors.map(|(name, (dtype, shape, data))| (name, TensorView::new(*dtype, shape.clone(), data).unwrap()));
-    let metadata = [("format".to_owned(), "pt".to_owned())].into();
-    safetensors::serialize(views, Some(metadata)).unwrap()
 }
 
 fn logits(dir: &Path) -> Vec<f32> {
@@ -507,8 +497,7 @@ fn missing_shard_is_named() {
         layout.index = with_index.then_some(index);
         let dir = layout.written();
         fs::remove_file(dir.path().join("model-00002-of-00003.safetensors")).unwrap();
-        let loaded = Qwen::load(dir.path(), &LoadOptions::default(), &Metrics::new("test", "cpu"), &mut |_, _| ());
-        let error = loaded.err().expect("it was loaded").to_string();
+        let error = load_error(dir.path());
         let sentence = "1 of 3 weight files missing, such as model-00002-of-00003.safetensors";
         assert!(error.contains(sentence) && error.contains("`moestro pull ORG/NAME` downloads them"), "{error}");
     }

@@ -2,29 +2,25 @@
 //! matrices are read correctly or refused.
 
 use crate::{
-    common::{load, prefill},
+    common::{
+        load, load_error, prefill,
+        tensor_file::{self, Tensors, serialized},
+    },
     program::moestro,
 };
-use moestro_base::metrics::Metrics;
 use moestro_compute::device::CpuArithmetic;
-use moestro_model::model::{LoadOptions, Qwen};
-use safetensors::{Dtype, SafeTensors, tensor::TensorView};
+use safetensors::{Dtype, SafeTensors};
 use serde_json::{Value, json};
-use std::{collections::BTreeMap, path::Path, process::Output};
+use std::{path::Path, process::Output};
 
 /// A change to a config.
 type Change<'a> = dyn Fn(&mut Value) + 'a;
-pub type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
 
 /// The tensors and configuration of a small checkpoint.
 pub fn read(file: &[u8]) -> (Tensors, Value) {
     let (_, header) = SafeTensors::read_metadata(file).unwrap();
     let config = header.metadata().as_ref().and_then(|more| serde_json::from_str(more.get("config")?).ok());
-    let tensors = SafeTensors::deserialize(file).unwrap();
-    let tensors = tensors.tensors().into_iter();
-    let tensors =
-        tensors.map(|(name, tensor)| (name, (tensor.dtype(), tensor.shape().to_vec(), tensor.data().to_vec())));
-    (tensors.collect(), config.unwrap_or_default())
+    (tensor_file::read(file), config.unwrap_or_default())
 }
 
 pub fn micro(name: &str) -> (Tensors, Value) {
@@ -32,10 +28,7 @@ pub fn micro(name: &str) -> (Tensors, Value) {
 }
 
 fn write(dir: &Path, (tensors, config): &(Tensors, Value)) {
-    let views = tensors
-        .iter()
-        .map(|(name, (dtype, shape, data))| (name, TensorView::new(*dtype, shape.clone(), data).unwrap()));
-    std::fs::write(dir.join("model.safetensors"), safetensors::serialize(views, None).unwrap()).unwrap();
+    std::fs::write(dir.join("model.safetensors"), serialized(tensors)).unwrap();
     std::fs::write(dir.join("config.json"), config.to_string()).unwrap();
 }
 
@@ -46,15 +39,13 @@ fn logits(checkpoint: &(Tensors, Value)) -> Vec<f32> {
     prefill(&mut load(dir.path(), CpuArithmetic::Integer), &ids, 100).0.data.to_vec()
 }
 
-fn refusal(name: &str, damage: impl FnOnce(&mut Tensors, &mut Value)) -> String {
+/// The error of loading a checkpoint after `damage` changed its tensors or configuration.
+pub fn refusal(name: &str, damage: impl FnOnce(&mut Tensors, &mut Value)) -> String {
     let mut checkpoint = micro(name);
     damage(&mut checkpoint.0, &mut checkpoint.1);
     let dir = tempfile::tempdir().unwrap();
     write(dir.path(), &checkpoint);
-    let loaded = Qwen::load(dir.path(), &LoadOptions::default(), &Metrics::new("test", "cpu"), &mut |_, _| ());
-    let error = loaded.err().expect("it was loaded").to_string();
-    assert!(!error.contains('\n'), "{error}");
-    error
+    load_error(dir.path())
 }
 
 /// The `quantization` table with every path rewritten by `spell`.

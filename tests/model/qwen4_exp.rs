@@ -17,6 +17,7 @@ use moestro_model::{
 };
 use safetensors::Dtype;
 use std::{path::Path, sync::Arc};
+use test_support::files::copy_dir;
 
 const LAYERS: usize = 6;
 
@@ -194,10 +195,7 @@ fn rejected_drafts_leave_no_trace() {
 /// A copy of the checkpoint with another configuration.
 pub fn edited(edit: impl Fn(&mut serde_json::Value)) -> tempfile::TempDir {
     let copy = tempfile::tempdir().unwrap();
-    for name in ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
-    {
-        std::fs::copy(dir().join(name), copy.path().join(name)).unwrap();
-    }
+    copy_dir(dir(), copy.path());
     let mut json = serde_json::from_slice(&std::fs::read(dir().join("config.json")).unwrap()).unwrap();
     edit(&mut json);
     std::fs::write(copy.path().join("config.json"), json.to_string()).unwrap();

@@ -1,11 +1,14 @@
 //! Checks that checkpoints of qwen4_exp with other dimensions, encodings and files are read correctly.
 
 use crate::{
-    common::{self, decode, distance, fixtures::FIXTURES, fp8_checkpoint, load_with, narrow, prefill},
+    common::{
+        self, decode, distance, fixtures::FIXTURES, fp8_checkpoint, load_with, narrow, prefill, synth_options,
+        write_synthetic,
+    },
     qwen4_exp::{LOGIT, STAGE, Tensors, cases, check, dir, load, options, tensors, values, written},
 };
 use candle_core::{DType, Device};
-use moestro::tools::synth::{self, Dimensions, StreamDimensions, SynthOptions};
+use moestro::tools::synth::{Dimensions, StreamDimensions, SynthOptions};
 use moestro_base::metrics::Metrics;
 use moestro_model::{
     checkpoint::{RowFiles, pack},
@@ -160,7 +163,7 @@ fn table_outside_safetensors_is_refused() {
 }
 
 /// A synthetic checkpoint whose table has several chunks of the pack, in shards that end within a block.
-fn synthetic(out: &Path) {
+fn synthetic(root: &Path) -> PathBuf {
     let real = Dimensions::of_flash_next();
     let streams = StreamDimensions { rank: 64, ngram_rows: 300_000, ngram_width: 256, ..real.streams.clone().unwrap() };
     let dimensions = Dimensions {
@@ -171,17 +174,14 @@ fn synthetic(out: &Path) {
         streams: Some(streams),
         ..narrow(real)
     };
-    let (extras, eos_token_ids) = (Vec::new(), vec![298, 296]);
-    let options =
-        SynthOptions { dimensions, seed: 4, router_skew: 0.5, eos_token_ids, shard: 3 << 20, threads: 2, extras };
-    synth::write(out, &options, &|_| ()).unwrap();
+    let options = synth_options(dimensions, 4);
+    write_synthetic(root, SynthOptions { eos_token_ids: vec![298, 296], shard: 3 << 20, ..options })
 }
 
 #[test]
 fn packed_rows_are_the_tables_rows() {
     let root = tempfile::tempdir().unwrap();
-    let (dir, out) = (root.path().join("model"), root.path().join("model.pack"));
-    synthetic(&dir);
+    let (dir, out) = (synthetic(root.path()), root.path().join("model.pack"));
     let ids: Vec<u32> = (0..60u32).map(|n| (n * n * 37 + n * 11 + 5) % 300).collect();
     let logits = || prefill(&mut load_with(&dir, options()), &ids, 20).0.data;
     let expected = logits();

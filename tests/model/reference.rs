@@ -5,10 +5,10 @@
 use crate::common::{
     argmax, distance,
     fixtures::{self, DEMO, Folded},
-    load, margin, prefill,
+    load, margin, prefill, synth_options, write_synthetic,
 };
 use candle_core::{DType, Device, Tensor};
-use moestro::tools::synth::{self, Dimensions, SynthOptions};
+use moestro::tools::synth::{Dimensions, SynthOptions};
 use moestro_compute::device::CpuArithmetic;
 use moestro_model::model::{Reference, reference::Computed};
 use std::path::Path;
@@ -134,11 +134,7 @@ fn fast_pass_matches_at_ratios_of_27b() {
         ..Dimensions::of_27b()
     };
     let root = tempfile::tempdir().unwrap();
-    let out = root.path().join("model");
-    let (extras, eos_token_ids) = (Vec::new(), vec![298]);
-    let options =
-        SynthOptions { dimensions, seed: 7, router_skew: 0.0, eos_token_ids, shard: 1 << 30, threads: 2, extras };
-    synth::write(&out, &options, &|_| ()).unwrap();
+    let out = write_synthetic(root.path(), SynthOptions { router_skew: 0.0, ..synth_options(dimensions, 7) });
     let ids: Vec<u32> = (0..150).map(|n| (n * n * 37 + n * 11 + 5) % 300).collect();
     for chunk in [150, 64, 1] {
         check_fast_pass("27b", &out, &ids, chunk, |math| if math == CpuArithmetic::F32 { 2e-4 } else { 4e-3 });

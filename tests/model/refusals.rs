@@ -1,40 +1,18 @@
 //! Damaged checkpoints: every error message says in one sentence what failed, in which file or tensor, and why.
 
+use crate::{
+    common::{fixtures::DEMO, load_error, tensor_file::Tensors},
+    quantizations,
+};
 use moestro_base::metrics::Metrics;
 use moestro_model::model::{LoadOptions, Qwen};
-use safetensors::{Dtype, SafeTensors, tensor::TensorView};
-use std::{collections::BTreeMap, path::Path};
+use safetensors::Dtype;
+use std::path::Path;
 
 const BF16: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/micro/affine4.safetensors");
 
-type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
-
-/// The error of loading a checkpoint after `damage` changed its tensors or configuration.
 fn refusal(damage: impl FnOnce(&mut Tensors, &mut serde_json::Value)) -> String {
-    let file = std::fs::read(BF16).unwrap();
-    let (_, header) = SafeTensors::read_metadata(&file).unwrap();
-    let mut config = serde_json::from_str(&header.metadata().as_ref().unwrap()["config"]).unwrap();
-    let good = SafeTensors::deserialize(&file).unwrap();
-    let mut tensors: Tensors = good
-        .tensors()
-        .into_iter()
-        .map(|(name, tensor)| (name, (tensor.dtype(), tensor.shape().to_vec(), tensor.data().to_vec())))
-        .collect();
-    damage(&mut tensors, &mut config);
-    let dir = tempfile::tempdir().unwrap();
-    let views = tensors
-        .iter()
-        .map(|(name, (dtype, shape, data))| (name, TensorView::new(*dtype, shape.clone(), data).unwrap()));
-    std::fs::write(dir.path().join("model.safetensors"), safetensors::serialize(views, None).unwrap()).unwrap();
-    std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
-    open(dir.path())
-}
-
-fn open(dir: &Path) -> String {
-    let loaded = Qwen::load(dir, &LoadOptions::default(), &Metrics::new("test", "cpu"), &mut |_, _| ());
-    let error = loaded.err().expect("it was loaded").to_string();
-    assert!(!error.contains('\n'), "{error}");
-    error
+    quantizations::refusal("affine4", damage)
 }
 
 fn says(error: &str, words: &[&str]) {
@@ -94,7 +72,7 @@ fn unsupported_model_is_refused() {
 #[test]
 fn missing_checkpoint_is_refused() {
     let dir = tempfile::tempdir().unwrap();
-    says(&open(dir.path()), &["config.json"]);
+    says(&load_error(dir.path()), &["config.json"]);
     let error = Qwen::load(
         Path::new(BF16),
         &LoadOptions { experts_per_token: Some(3), ..LoadOptions::default() },
@@ -106,10 +84,9 @@ fn missing_checkpoint_is_refused() {
 
 #[test]
 fn experts_per_token_has_bounds() {
-    let dir = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo");
     for (wanted, good) in [(0, false), (1, true), (4, true), (5, false)] {
         let options = LoadOptions { experts_per_token: Some(wanted), ..LoadOptions::default() };
-        let loaded = Qwen::load(Path::new(dir), &options, &Metrics::new("test", "cpu"), &mut |_, _| ());
+        let loaded = Qwen::load(Path::new(DEMO), &options, &Metrics::new("test", "cpu"), &mut |_, _| ());
         assert_eq!(loaded.is_ok(), good, "{wanted}");
     }
 }

@@ -1,14 +1,12 @@
 //! A sequence restored from a snapshot must continue with the same bytes as an uninterrupted sequence. The snapshot may
 //! be taken at any position of a pass and restored into any state.
 
-use crate::common::{forward_with_snapshots, load_with};
+use crate::common::{fixtures::DEMO, forward_with_snapshots, load_with};
 use moestro_base::metrics::Metrics;
 use moestro_compute::ops::KvBits;
 use moestro_engine::{self as engine, Boundary, BoundaryKind, Request, Sampling};
 use moestro_model::model::{LoadOptions, Model, PAGE, Qwen, Rows, Snapshot};
 use std::path::Path;
-
-const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo");
 
 const ALL: [KvBits; 3] = [KvBits::Sixteen, KvBits::Eight, KvBits::Four];
 

@@ -1,7 +1,11 @@
 //! Snapshots of any length survive the disk: after eviction from memory, and after a restart with another model.
 
 use crate::{
-    common::{Dice, ask, fixtures::Folded, forward_with_snapshots, load_with, qwen4_exp},
+    common::{
+        Dice, ask,
+        fixtures::{DEMO, FIXTURES, Folded},
+        forward_with_snapshots, load_with, qwen4_exp,
+    },
     qwen4_exp::edited,
 };
 use moestro_base::metrics::Metrics;
@@ -16,8 +20,6 @@ use std::{
     sync::Arc,
     time::{Duration, Instant},
 };
-
-const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo");
 
 /// Every remainder of a block, the boundaries of pages, and generated lengths.
 fn lengths(seed: u64) -> Vec<usize> {
@@ -104,7 +106,7 @@ fn snapshots_survive_at_any_length() {
         json["text_config"]["indexer_compress_ratio"] = 3.into();
         json["text_config"]["indexer_budget"] = 12.into();
     });
-    let other = Path::new(crate::common::fixtures::FIXTURES).join("qwen4_exp_other");
+    let other = Path::new(FIXTURES).join("qwen4_exp_other");
     check_family("dense", dense.path(), KvBits::Sixteen, &lengths(1));
     for bits in [KvBits::Sixteen, KvBits::Eight, KvBits::Four] {
         check_family(&format!("demo, {bits:?}"), Path::new(DEMO), bits, &lengths(2));

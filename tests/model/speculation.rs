@@ -9,6 +9,7 @@ use moestro_engine::{
 };
 use moestro_model::model::{HiddenStates, HiddenTaps, LoadOptions, Model, Qwen, QwenState, Rows, SequenceState};
 use std::path::Path;
+use test_support::files::copy_dir;
 
 fn demo(slots: Option<usize>) -> Qwen {
     let mut options = LoadOptions { threads: Some(2), verify: true, ..LoadOptions::default() };
@@ -122,10 +123,7 @@ fn demo_answers_equal_with_and_without_drafts() {
 #[test]
 fn disk_error_fails_without_wrong_tokens() {
     let dir = tempfile::tempdir().unwrap();
-    for entry in std::fs::read_dir(DEMO).unwrap() {
-        let path = entry.unwrap().path();
-        std::fs::copy(&path, dir.path().join(path.file_name().unwrap())).unwrap();
-    }
+    copy_dir(DEMO, dir.path());
     let path = dir.path().join("model.safetensors");
     let bytes = std::fs::read(&path).unwrap();
     let (sampling, ids) = (Sampling::greedy(), prompt(30).repeat(2));

@@ -10,7 +10,12 @@ use std::{
     process::{Child, ChildStdout, Command, Output, Stdio},
     time::{Duration, Instant},
 };
-use test_support::fifo::make_fifo;
+use test_support::{
+    fifo::make_fifo,
+    files::{copy_dir, copy_files},
+};
+
+const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo");
 
 /// A command that runs `moestro` on the CPU with a separate cache and without settings from the environment.
 fn moestro(cache: &Path) -> Command {
@@ -104,11 +109,8 @@ fn prompt_is_read_from_a_pipe() {
 fn models_are_listed_and_removed() {
     let home = tempfile::tempdir().unwrap();
     let mine = home.path().join("org/mine");
-    std::fs::create_dir_all(&mine).unwrap();
-    let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("models/demo/moestro-demo");
-    for name in ["config.json", "model.safetensors"] {
-        std::fs::copy(demo.join(name), mine.join(name)).unwrap();
-    }
+    let copy_demo = |to: &Path| copy_files(DEMO, to, &["config.json", "model.safetensors"]);
+    copy_demo(&mine);
     let cache = tempfile::tempdir().unwrap();
     let with = |args: &[&str]| {
         let mut command = moestro(cache.path());
@@ -137,10 +139,7 @@ fn models_are_listed_and_removed() {
     // A link in the model directory does not allow deleting a directory outside the model directory.
     let elsewhere = tempfile::tempdir().unwrap();
     let other = elsewhere.path().join("other");
-    std::fs::create_dir_all(&other).unwrap();
-    for name in ["config.json", "model.safetensors"] {
-        std::fs::copy(demo.join(name), other.join(name)).unwrap();
-    }
+    copy_demo(&other);
     std::fs::remove_dir(home.path().join("org")).unwrap();
     std::os::unix::fs::symlink(elsewhere.path(), home.path().join("org")).unwrap();
     assert_eq!(list(), ["org/other", "moestro-demo"]);
@@ -372,10 +371,7 @@ fn full_disk_leaves_no_partial_file() {
 
 /// Serves a copy of the demo with so little memory that every answer reads experts.
 fn streaming(dir: &Path) -> Server {
-    let demo = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo"));
-    for file in demo.read_dir().unwrap().map(Result::unwrap) {
-        std::fs::copy(file.path(), dir.join(file.file_name())).unwrap();
-    }
+    copy_dir(DEMO, dir);
     let model = dir.to_str().unwrap();
     let refused = run(&["serve", "--port", "0", model, "--memory-limit", "1M"]);
     let (_, rest) = stderr(&refused).rsplit_once("--memory-limit ").unwrap();

@@ -5,14 +5,11 @@
 use crate::process::{Process, reload};
 use serde_json::Value;
 use std::{fs, path::Path, thread, time::Duration};
+use test_support::files::{copy_dir, copy_files};
 
 /// Copies the demo model to a new directory.
 fn copy_demo(to: &Path) {
-    fs::create_dir_all(to).unwrap();
-    for file in fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("models/demo/moestro-demo")).unwrap() {
-        let file = file.unwrap();
-        fs::copy(file.path(), to.join(file.file_name())).unwrap();
-    }
+    copy_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("models/demo/moestro-demo"), to);
 }
 
 #[test]
@@ -177,9 +174,7 @@ fn draft_is_used_with_its_model_only() {
     copy_demo(&mine);
     copy_demo(&other);
     // Copy a model with another architecture and the same tokenizer.
-    for name in ["config.json", "model.safetensors"] {
-        fs::copy(root.join("tests/fixtures/drafts/model").join(name), other.join(name)).unwrap();
-    }
+    copy_files(root.join("tests/fixtures/drafts/model"), &other, &["config.json", "model.safetensors"]);
     let _ = fs::remove_file(other.join("model.safetensors.index.json"));
     let (draft, path) = (root.join("models/demo/moestro-demo-dflash"), |path: &Path| path.display().to_string());
     let server = Process::start(&[

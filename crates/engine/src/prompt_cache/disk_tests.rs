@@ -221,41 +221,27 @@ fn pages_in_memory_are_not_read() {
     assert_eq!(read.get(), whole(PAGE + 10) + whole(ids.len()) - 2 * PAGE as u64, "the first page is in memory");
 }
 
+fn edit(path: &Path, change: impl FnOnce(&mut Vec<u8>)) {
+    let mut bytes = fs::read(path).unwrap();
+    change(&mut bytes);
+    fs::write(path, bytes).unwrap();
+}
+
 #[test]
 fn damaged_files_are_not_used() {
     let ids = tokens(2, PAGE + 40);
     type Damage = fn(&Path);
     let damages: [(&str, Damage); 8] = [
-        ("state", |path| fs::write(path, b"").unwrap()),
-        ("state", |path| {
-            let bytes = fs::read(path).unwrap();
-            fs::write(path, &bytes[..bytes.len() - 1]).unwrap();
-        }),
-        ("state", |path| {
-            let mut bytes = fs::read(path).unwrap();
-            let last = bytes.len() - 1;
-            bytes[last] ^= 1;
-            fs::write(path, bytes).unwrap();
-        }),
-        ("page", |path| {
-            let mut bytes = fs::read(path).unwrap();
-            bytes[100] ^= 1;
-            fs::write(path, bytes).unwrap();
-        }),
+        ("state", |path| edit(path, Vec::clear)),
+        ("state", |path| edit(path, |bytes| bytes.truncate(bytes.len() - 1))),
+        ("state", |path| edit(path, |bytes| *bytes.last_mut().unwrap() ^= 1)),
+        ("page", |path| edit(path, |bytes| bytes[100] ^= 1)),
         ("page", |path| fs::remove_file(path).unwrap()),
-        ("page", |path| fs::write(path, [&fs::read(path).unwrap()[..], &[0]].concat()).unwrap()),
+        ("page", |path| edit(path, |bytes| bytes.push(0))),
         // A wrong token count in the header, which the checksum does not cover.
-        ("page", |path| {
-            let mut bytes = fs::read(path).unwrap();
-            bytes[40] ^= 1;
-            fs::write(path, bytes).unwrap();
-        }),
+        ("page", |path| edit(path, |bytes| bytes[40] ^= 1)),
         // A wrong key in the header.
-        ("state", |path| {
-            let mut bytes = fs::read(path).unwrap();
-            bytes[8] ^= 1;
-            fs::write(path, bytes).unwrap();
-        }),
+        ("state", |path| edit(path, |bytes| bytes[8] ^= 1)),
     ];
     for (number, (extension, damage)) in damages.into_iter().enumerate() {
         let dir = tempfile::tempdir().unwrap();

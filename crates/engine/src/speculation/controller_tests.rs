@@ -338,27 +338,27 @@ fn controller_states_have_fixed_lengths() {
     assert!(steps.iter().all(|(_, state)| row.contains(&format!("`{state}`"))), "{row}");
 }
 
+/// A controller in a probe of two rows, of which `left` cycles are left.
+fn probing(left: u32) -> SpeculationController {
+    let state = ControllerState::Probe { left, rows: 2 };
+    SpeculationController { state, plain_seconds: Some(1.0), ..SpeculationController::new(DraftPolicy::Auto, 1) }
+}
+
 #[test]
 fn hopeless_probe_ends_early() {
     // With two rows, a cycle has 1.7 tokens on average, so these cycles have gains of 0.74 and 0.76.
     for (gain, left, rows) in [(0.74, 1, 1), (0.76, 1, 2), (0.76, 0, 1)] {
-        let mut controller = SpeculationController::new(DraftPolicy::Auto, 1);
-        controller.state = ControllerState::Probe { left, rows: 2 };
-        controller.plain_seconds = Some(1.0);
+        let mut controller = probing(left);
         controller.cycle_seconds[0] = Some(1.7 / gain);
         assert_eq!(controller.next_rows(), rows, "gain {gain}, {left} cycles left");
     }
     // The probe ends after one cycle if the verify alone took too long. Its time is stored as an estimate.
     for (verify, rows) in [(1.7 / 0.74, 1), (1.7 / 0.76, 2)] {
-        let mut controller = SpeculationController::new(DraftPolicy::Auto, 1);
-        controller.state = ControllerState::Probe { left: 2, rows: 2 };
-        controller.plain_seconds = Some(1.0);
+        let mut controller = probing(2);
         controller.verify_seconds = verify;
         assert_eq!((controller.next_rows(), controller.cycle_seconds[0].is_some()), (rows, rows == 1), "{verify}");
     }
-    let mut controller = SpeculationController::new(DraftPolicy::Auto, 1);
-    controller.state = ControllerState::Probe { left: 1, rows: 2 };
-    controller.plain_seconds = Some(1.0);
+    let mut controller = probing(1);
     controller.acceptance[0] = [1.0, 2.0];
     controller.cycle_seconds[0] = Some(2.0);
     assert_eq!(
@@ -398,16 +398,23 @@ fn hidden_rows_are_wanted_before_probes() {
     );
 }
 
+/// A controller after 500 plain tokens in 100 s that wants to probe.
+fn due(saved: f64) -> SpeculationController {
+    SpeculationController {
+        state: ControllerState::Plain,
+        plain_seconds: Some(1.0),
+        total: 100.0,
+        tokens: 500,
+        next_probe: 500,
+        saved,
+        ..SpeculationController::new(DraftPolicy::Auto, 1)
+    }
+}
+
 #[test]
 fn probe_waits_for_its_budget() {
     for (saved, wait) in [(-1.4, Some(71)), (-0.9, Some(32)), (0.0, None)] {
-        let mut controller = SpeculationController::new(DraftPolicy::Auto, 1);
-        controller.state = ControllerState::Plain;
-        controller.plain_seconds = Some(1.0);
-        controller.total = 100.0;
-        controller.tokens = 500;
-        controller.next_probe = 500;
-        controller.saved = saved;
+        let mut controller = due(saved);
         // A cycle of two rows is estimated at 1.15 s, so two cycles lose 0.3 s. The budget is
         // `0.01 * (100 + saved) + saved`, and each plain step adds 0.01.
         match wait {
@@ -423,12 +430,7 @@ fn probe_waits_for_its_budget() {
             ),
         }
     }
-    let mut controller = SpeculationController::new(DraftPolicy::Auto, 1);
-    controller.state = ControllerState::Plain;
-    controller.plain_seconds = Some(1.0);
-    controller.total = 100.0;
-    controller.tokens = 500;
-    controller.next_probe = 500;
+    let mut controller = due(0.0);
     controller.acceptance[0] = [0.1, 2.0];
     assert_eq!((controller.next_rows(), controller.next_probe), (1, 564), "no expected gain doubles the wait");
     assert!(near(controller.acceptance[0][0], 0.75 * 0.1 + 0.25 * 1.4) && near(controller.acceptance[0][1], 2.0));

@@ -4,6 +4,7 @@ use super::*;
 use moestro_base::{metrics::Metrics, platform::os::MemoryLevel};
 use moestro_compute::device::CpuArithmetic;
 use std::path::Path;
+use test_support::files::copy_files;
 
 const FIXTURE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/fixtures/vision");
 const VOCAB: usize = 1024;
@@ -154,9 +155,7 @@ fn rows_of_an_unfinished_image_are_kept() {
 /// Writes the fixture's model without its routed experts: the shared expert of a layer becomes its dense feed-forward.
 fn write_dense_checkpoint(dir: &Path) {
     let fixture = Path::new(FIXTURE).join("hf_bf16");
-    for name in ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"] {
-        std::fs::copy(fixture.join(name), dir.join(name)).unwrap();
-    }
+    copy_files(&fixture, dir, &["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]);
     let config = std::fs::read_to_string(fixture.join("config.json")).unwrap();
     let mut config: serde_json::Value = serde_json::from_str(&config.replace("qwen3_5_moe", "qwen3_5")).unwrap();
     config["text_config"]["intermediate_size"] = 128.into();

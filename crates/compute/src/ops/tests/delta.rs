@@ -13,6 +13,10 @@ use crate::{
     },
 };
 
+pub(super) fn delta_shape(key_heads: usize, value_heads: usize, key_dim: usize, value_dim: usize) -> DeltaShape {
+    DeltaShape { key_heads, value_heads, key_dim, value_dim, conv_width: 4, eps: 1e-6, gate: Default::default() }
+}
+
 /// One layer's weights and state.
 #[derive(Clone, Copy)]
 struct Layer {
@@ -100,15 +104,7 @@ fn delta_rule_matches_naive_reference() {
     let mut random = Random(31);
     let mut lab = TestCpu::new();
     for (key_heads, value_heads, key_dim, value_dim) in [(2, 4, 64, 32), (1, 2, 128, 128), (3, 3, 20, 48)] {
-        let shape = DeltaShape {
-            key_heads,
-            value_heads,
-            key_dim,
-            value_dim,
-            conv_width: 4,
-            eps: 1e-6,
-            gate: Default::default(),
-        };
+        let shape = delta_shape(key_heads, value_heads, key_dim, value_dim);
         let layer = Layer::random(&mut lab, &mut random, shape);
         let tokens = 50;
         let proj = lab.random(&mut random, tokens * shape.width());
@@ -131,15 +127,7 @@ fn delta_bytes_ignore_chunks_and_threads() {
     // With keys of 128 values, rows of S stay in registers on processors that have enough. The 1,024 channels of a
     // token are split into several tasks.
     for (key_dim, value_dim) in [(64, 80), (128, 80), (64, 192)] {
-        let shape = DeltaShape {
-            key_heads: 2,
-            value_heads: 4,
-            key_dim,
-            value_dim,
-            conv_width: 4,
-            eps: 1e-6,
-            gate: Default::default(),
-        };
+        let shape = delta_shape(2, 4, key_dim, value_dim);
         let layer = Layer::random(&mut lab, &mut random, shape);
         let tokens = 37;
         let width = shape.width();
@@ -176,15 +164,7 @@ fn rejected_rows_leave_state_bytes_unchanged() {
     let mut random = Random(35);
     let mut lab = TestCpu::new();
     for (key_heads, value_heads, key_dim, value_dim) in [(2, 4, 64, 80), (1, 2, 128, 128), (3, 3, 20, 48)] {
-        let shape = DeltaShape {
-            key_heads,
-            value_heads,
-            key_dim,
-            value_dim,
-            conv_width: 4,
-            eps: 1e-6,
-            gate: Default::default(),
-        };
+        let shape = delta_shape(key_heads, value_heads, key_dim, value_dim);
         let width = shape.width();
         let channels = shape.channels();
         let layer = Layer::random(&mut lab, &mut random, shape);
@@ -228,15 +208,7 @@ fn rejected_rows_leave_state_bytes_unchanged() {
 fn convolution_matches_naive_reference() {
     let mut random = Random(33);
     let mut lab = TestCpu::new();
-    let shape = DeltaShape {
-        key_heads: 4,
-        value_heads: 16,
-        key_dim: 128,
-        value_dim: 192,
-        conv_width: 4,
-        eps: 1e-6,
-        gate: Default::default(),
-    };
+    let shape = delta_shape(4, 16, 128, 192);
     let tokens = 6;
     let channels = shape.channels();
     let keys = 4 * 128;

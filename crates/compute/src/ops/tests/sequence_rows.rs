@@ -1,11 +1,11 @@
 //! Compares rows of two sequences that one operation computes with the same rows computed alone.
 
-use super::{AFFINE, TestCpu};
+use super::{AFFINE, TestCpu, delta::delta_shape};
 use crate::{
     device::Region,
     ops::{
-        Attention, AttentionRows, AttentionShape, Conv, Decay, DeltaNet, DeltaNetRows, DeltaRule, DeltaShape, KvCache,
-        KvFormat, KvWrite, Linear, Norm, OutputGate, QkNormRope, RecentRing, Replay, SequenceRows, simd::tests::Random,
+        Attention, AttentionRows, AttentionShape, Conv, Decay, DeltaNet, DeltaNetRows, DeltaRule, KvCache, KvFormat,
+        KvWrite, Linear, Norm, QkNormRope, RecentRing, Replay, SequenceRows, simd::tests::Random,
     },
 };
 
@@ -73,9 +73,7 @@ fn attention_rows_match_each_sequence_alone() {
 fn delta_net_rows_match_each_sequence_alone() {
     let mut random = Random(22);
     let mut lab = TestCpu::new();
-    let gate = OutputGate::Silu;
-    let shape =
-        &DeltaShape { key_heads: 2, value_heads: 4, key_dim: 32, value_dim: 32, conv_width: 4, eps: 1e-6, gate };
+    let shape = &delta_shape(2, 4, 32, 32);
     let hidden = 128;
     let channels = shape.channels();
     let values = shape.values();

@@ -48,6 +48,22 @@ fn hub_of(hub: &TestHub, home: &Path) -> Hub {
     }
 }
 
+/// A hub with [`model`], and an empty directory for downloads.
+fn hub_and_home() -> (TestHub, tempfile::TempDir) {
+    (TestHub::new(&model()), tempfile::tempdir().unwrap())
+}
+
+/// Downloads the model, of which all files must be complete then. Returns its directory.
+fn pull(client: &Hub) -> PathBuf {
+    let dir = client.pull("org/name", "main", &|_| ()).unwrap();
+    assert!(is_pulled(&dir));
+    dir
+}
+
+fn pull_error(client: &Hub) -> String {
+    client.pull("org/name", "main", &|_| ()).unwrap_err().to_string()
+}
+
 fn noise(seed: u8, len: usize) -> Vec<u8> {
     (0..len).map(|i| (i as u8).wrapping_mul(31).wrapping_add((i >> 8) as u8).wrapping_add(seed)).collect()
 }
@@ -73,8 +89,7 @@ fn is_pulled(dir: &Path) -> bool {
 
 #[test]
 fn second_pull_requests_only_the_listing() {
-    let hub = TestHub::new(&model());
-    let home = tempfile::tempdir().unwrap();
+    let (hub, home) = hub_and_home();
     let client = hub_of(&hub, home.path());
     assert!(client.local("org/name").is_none());
     let steps = Mutex::new(Vec::new());
@@ -96,34 +111,31 @@ fn second_pull_requests_only_the_listing() {
 
 #[test]
 fn broken_connection_is_resumed() {
-    let hub = TestHub::new(&model());
-    let home = tempfile::tempdir().unwrap();
+    let (hub, home) = hub_and_home();
     hub.change(|state| {
         state.disconnects = vec![("model-1.safetensors".into(), 100_000), ("model-1.safetensors".into(), 50_000)];
         state.statuses = vec![503, 429];
     });
-    let dir = hub_of(&hub, home.path()).pull("org/name", "main", &|_| ()).unwrap();
-    assert!(is_pulled(&dir));
+    pull(&hub_of(&hub, home.path()));
     assert_eq!(hub.starts("model-1.safetensors"), [0, 100_000, 150_000]);
 }
 
 #[test]
 fn next_run_resumes_the_download() {
-    let hub = TestHub::new(&model());
-    let home = tempfile::tempdir().unwrap();
+    let (hub, home) = hub_and_home();
     let client = hub_of(&hub, home.path());
     hub.change(|state| {
         state.disconnects = vec![("model-2.safetensors".into(), 70_000)];
         state.disconnects.extend(vec![("model-2.safetensors".to_string(), 0); MAX_ATTEMPTS as usize + 1]);
     });
-    let text = client.pull("org/name", "main", &|_| ()).unwrap_err().to_string();
+    let text = pull_error(&client);
     assert!(text.contains("model-2.safetensors"), "{text}");
     assert!(client.local("org/name").is_none(), "an incomplete model is not found");
     hub.change(|state| {
         state.disconnects.clear();
         state.requested.clear();
     });
-    assert!(is_pulled(&client.pull("org/name", "main", &|_| ()).unwrap()));
+    pull(&client);
     assert_eq!(hub.starts("model-2.safetensors"), [70_000]);
     assert_eq!(hub.starts("model-1.safetensors"), [0; 0]);
     assert!(client.local("org/name").is_some());
@@ -131,8 +143,7 @@ fn next_run_resumes_the_download() {
 
 #[test]
 fn blobs_of_other_revisions_are_reused() {
-    let hub = TestHub::new(&model());
-    let home = tempfile::tempdir().unwrap();
+    let (hub, home) = hub_and_home();
     let client = hub_of(&hub, home.path());
     let dir = client.pull("org/name", "main", &|_| ()).unwrap();
     fs::rename(&dir, dir.with_file_name("0ld")).unwrap();
@@ -140,20 +151,19 @@ fn blobs_of_other_revisions_are_reused() {
     let blob = home.path().join("hub/models--org--name/blobs").join(hash(&noise(1, 300_000)));
     fs::rename(&blob, blob.with_extension("part")).unwrap();
     hub.change(|state| state.requested.clear());
-    assert!(is_pulled(&client.pull("org/name", "main", &|_| ()).unwrap()));
+    pull(&client);
     assert_eq!(hub.starts("model-1.safetensors"), [0; 0], "its hash shows that it is complete");
     assert_eq!(hub.starts("model-2.safetensors"), [0; 0]);
 }
 
 #[test]
 fn listing_without_sizes_is_enough() {
-    let hub = TestHub::new(&model());
-    let home = tempfile::tempdir().unwrap();
+    let (hub, home) = hub_and_home();
     hub.change(|state| state.hides_sizes = true);
     let client = hub_of(&hub, home.path());
-    assert!(is_pulled(&client.pull("org/name", "main", &|_| ()).unwrap()));
+    pull(&client);
     let before = hub.state.lock().unwrap().requested.len();
-    assert!(is_pulled(&client.pull("org/name", "main", &|_| ()).unwrap()));
+    pull(&client);
     assert_eq!(hub.state.lock().unwrap().requested.len(), before, "no file is downloaded twice");
 }
 
@@ -167,11 +177,10 @@ fn wrong_ranges_and_longer_files_fail() {
         state.disconnects = Vec::new();
     }];
     for change in changes {
-        let hub = TestHub::new(&model());
-        let home = tempfile::tempdir().unwrap();
+        let (hub, home) = hub_and_home();
         hub.change(|state| state.disconnects = vec![("model-1.safetensors".into(), 100_000)]);
         hub.change(change);
-        let error = hub_of(&hub, home.path()).pull("org/name", "main", &|_| ()).unwrap_err().to_string();
+        let error = pull_error(&hub_of(&hub, home.path()));
         assert!(error.contains(&format!("{} sent ", hub.endpoint)), "{error}");
         let blobs = home.path().join("hub/models--org--name/blobs");
         let largest = fs::read_dir(blobs).unwrap().map(|entry| entry.unwrap().metadata().unwrap().len()).max();
@@ -182,29 +191,27 @@ fn wrong_ranges_and_longer_files_fail() {
 #[test]
 fn responses_without_content_range_are_enough() {
     for hides_sizes in [false, true] {
-        let hub = TestHub::new(&model());
-        let home = tempfile::tempdir().unwrap();
+        let (hub, home) = hub_and_home();
         hub.change(|state| {
             state.hides_ranges = true;
             state.hides_sizes = hides_sizes;
             state.disconnects = vec![("model-1.safetensors".into(), 7_000)];
         });
-        assert!(is_pulled(&hub_with_pieces(&hub, home.path()).pull("org/name", "main", &|_| ()).unwrap()));
+        pull(&hub_with_pieces(&hub, home.path()));
     }
 }
 
 #[test]
 fn responses_that_hide_their_range_are_not_mixed_up() {
     for (hides_lengths, sends_whole_as_range) in [(true, false), (true, true), (false, true)] {
-        let hub = TestHub::new(&model());
-        let home = tempfile::tempdir().unwrap();
+        let (hub, home) = hub_and_home();
         hub.change(|state| {
             state.hides_ranges = true;
             state.hides_lengths = hides_lengths;
             state.sends_whole_as_range = sends_whole_as_range;
             state.disconnects = vec![("model-1.safetensors".into(), 7_000), ("model-2.safetensors".into(), 70_000)];
         });
-        assert!(is_pulled(&hub_with_pieces(&hub, home.path()).pull("org/name", "main", &|_| ()).unwrap()));
+        pull(&hub_with_pieces(&hub, home.path()));
     }
 }
 
@@ -213,15 +220,13 @@ fn further_templates_are_pulled() {
     let name = "additional_chat_templates/tool_use.jinja";
     let hub = TestHub::new(&[&model()[..], &[(name, b"tools".to_vec())]].concat());
     let home = tempfile::tempdir().unwrap();
-    let dir = hub_of(&hub, home.path()).pull("org/name", "main", &|_| ()).unwrap();
-    assert!(is_pulled(&dir));
+    let dir = pull(&hub_of(&hub, home.path()));
     assert_eq!(fs::read(dir.join(name)).unwrap(), b"tools");
 }
 
 #[test]
 fn model_is_complete_without_unpublished_shards() {
-    let hub = TestHub::new(&model());
-    let home = tempfile::tempdir().unwrap();
+    let (hub, home) = hub_and_home();
     hub.change(|state| _ = state.files.remove("model-2.safetensors"));
     let client = hub_of(&hub, home.path());
     let dir = client.pull("org/name", "main", &|_| ()).unwrap();
@@ -233,36 +238,34 @@ fn model_is_complete_without_unpublished_shards() {
 
 #[test]
 fn wrong_checksum_fails_and_removes_file() {
-    let hub = TestHub::new(&model());
-    let home = tempfile::tempdir().unwrap();
+    let (hub, home) = hub_and_home();
     let client = hub_of(&hub, home.path());
     client.pull("org/name", "main", &|_| ()).unwrap();
     hub.change(|state| state.corrupts = true);
     let dir = client.local("org/name").unwrap();
     fs::remove_file(fs::canonicalize(dir.join("model-2.safetensors")).unwrap()).unwrap();
     fs::remove_file(dir.join("model-2.safetensors")).unwrap();
-    let text = client.pull("org/name", "main", &|_| ()).unwrap_err().to_string();
+    let text = pull_error(&client);
     assert!(text.contains("model-2.safetensors") && text.contains("SHA-256"), "{text}");
     assert!(!dir.join("model-2.safetensors").exists());
     hub.change(|state| state.corrupts = false);
-    assert!(is_pulled(&client.pull("org/name", "main", &|_| ()).unwrap()));
+    pull(&client);
 }
 
 #[test]
 fn denied_requests_give_hints() {
-    let hub = TestHub::new(&model());
-    let home = tempfile::tempdir().unwrap();
+    let (hub, home) = hub_and_home();
     let mut client = hub_of(&hub, home.path());
     let text = client.pull("org/other", "main", &|_| ()).unwrap_err().to_string();
     assert!(text.contains("org/other: the hub has no such model"), "{text}");
     hub.change(|state| state.token = Some("another".into()));
-    let text = client.pull("org/name", "main", &|_| ()).unwrap_err().to_string();
+    let text = pull_error(&client);
     assert!(text.contains("private or gated; HF_TOKEN must grant access"), "{text}");
     client.token = None;
-    let text = client.pull("org/name", "main", &|_| ()).unwrap_err().to_string();
+    let text = pull_error(&client);
     assert!(text.contains("set HF_TOKEN or run `hf auth login` to access it"), "{text}");
     client.token = Some("another".into());
-    assert!(is_pulled(&client.pull("org/name", "main", &|_| ()).unwrap()));
+    pull(&client);
     // If the hub is unreachable, a complete model is found without a request.
     client.endpoint = "http://127.0.0.1:1".into();
     assert!(client.pull("org/name", "main", &|_| ()).is_err());
@@ -276,8 +279,7 @@ fn hub_with_pieces(hub: &TestHub, home: &Path) -> Hub {
 
 #[test]
 fn pieces_are_transferred_in_parallel() {
-    let hub = TestHub::new(&model());
-    let home = tempfile::tempdir().unwrap();
+    let (hub, home) = hub_and_home();
     hub.change(|state| state.bytes_per_second = Some(100_000));
     let steps = Mutex::new(Vec::new());
     let dir = hub_with_pieces(&hub, home.path())
@@ -299,15 +301,14 @@ fn pieces_are_transferred_in_parallel() {
 
 #[test]
 fn interrupted_pieces_resume_where_they_stopped() {
-    let hub = TestHub::new(&model());
-    let home = tempfile::tempdir().unwrap();
+    let (hub, home) = hub_and_home();
     let client = hub_with_pieces(&hub, home.path());
     let one = "model-1.safetensors".to_string();
     hub.change(|state| {
         state.disconnects = (0..10).map(|n| (one.clone(), 19_000 - n * 7)).collect();
         state.disconnects.extend((0..400).map(|_| (one.clone(), 0)));
     });
-    let text = client.pull("org/name", "main", &|_| ()).unwrap_err().to_string();
+    let text = pull_error(&client);
     assert!(text.contains("model-1.safetensors"), "{text}");
     let blob = home.path().join("hub/models--org--name/blobs").join(hash(&noise(1, 300_000)));
     let map: serde_json::Value = serde_json::from_slice(&fs::read(blob.with_extension("map")).unwrap()).unwrap();
@@ -318,7 +319,7 @@ fn interrupted_pieces_resume_where_they_stopped() {
         state.disconnects.clear();
         state.requested.clear();
     });
-    assert!(is_pulled(&client.pull("org/name", "main", &|_| ()).unwrap()));
+    pull(&client);
     let ranges = map["missing"].as_array().unwrap();
     let starts = hub.starts(&one);
     let inside = |start: &usize| {
@@ -329,13 +330,12 @@ fn interrupted_pieces_resume_where_they_stopped() {
 
 #[test]
 fn hub_without_ranges_sends_whole_files() {
-    let hub = TestHub::new(&model());
-    let home = tempfile::tempdir().unwrap();
+    let (hub, home) = hub_and_home();
     hub.change(|state| {
         state.ignores_ranges = true;
         state.disconnects = vec![("model-2.safetensors".into(), 70_000)];
     });
-    assert!(is_pulled(&hub_with_pieces(&hub, home.path()).pull("org/name", "main", &|_| ()).unwrap()));
+    pull(&hub_with_pieces(&hub, home.path()));
     let times = |name| hub.state.lock().unwrap().requested.iter().filter(|(file, _)| file == name).count();
     assert_eq!((times("model-1.safetensors"), times("model-2.safetensors")), (1, 2), "an interrupted file restarts");
 }
@@ -345,8 +345,7 @@ fn pieces_of_two_versions_never_mix() {
     // If a file changes during its download, the part file mixes two versions. With a checksum, the final verification
     // fails. Without a checksum, the ETag shows the change, and the download of the file restarts.
     for hides_sizes in [false, true] {
-        let hub = TestHub::new(&model());
-        let home = tempfile::tempdir().unwrap();
+        let (hub, home) = hub_and_home();
         let later = noise(77, 300_000);
         hub.change(|state| {
             state.hides_sizes = hides_sizes;
@@ -364,8 +363,7 @@ fn pieces_of_two_versions_never_mix() {
 
 #[test]
 fn concurrent_runs_download_each_piece_once() {
-    let hub = TestHub::new(&model());
-    let home = tempfile::tempdir().unwrap();
+    let (hub, home) = hub_and_home();
     hub.change(|state| state.bytes_per_second = Some(400_000));
     std::thread::scope(|scope| {
         let run = || hub_with_pieces(&hub, home.path()).pull("org/name", "main", &|_| ()).unwrap();
@@ -382,10 +380,9 @@ fn concurrent_runs_download_each_piece_once() {
 #[test]
 fn oversized_small_file_is_rejected() {
     for (name, size) in [("config.json", 40 << 30), ("model.safetensors.index.json", 200 << 20)] {
-        let hub = TestHub::new(&model());
-        let home = tempfile::tempdir().unwrap();
+        let (hub, home) = hub_and_home();
         hub.change(|state| _ = state.listed_sizes.insert(name.into(), size));
-        let text = hub_of(&hub, home.path()).pull("org/name", "main", &|_| ()).unwrap_err().to_string();
+        let text = pull_error(&hub_of(&hub, home.path()));
         assert!(text.contains(name) && text.contains("are allowed"), "{text}");
         assert!(hub.state.lock().unwrap().requested.is_empty(), "no file was requested");
     }
@@ -397,15 +394,14 @@ fn too_many_shards_are_rejected() {
     let files: Vec<(&str, Vec<u8>)> = names.iter().map(|name| (name.as_str(), vec![0])).collect();
     let hub = TestHub::new(&files);
     let home = tempfile::tempdir().unwrap();
-    let text = hub_of(&hub, home.path()).pull("org/name", "main", &|_| ()).unwrap_err().to_string();
+    let text = pull_error(&hub_of(&hub, home.path()));
     assert!(text.contains("1001 weight files"), "{text}");
     assert!(hub.state.lock().unwrap().requested.is_empty(), "no file was requested");
 }
 
 #[test]
 fn resumed_download_reports_received_bytes_only() {
-    let hub = TestHub::new(&model());
-    let home = tempfile::tempdir().unwrap();
+    let (hub, home) = hub_and_home();
     hub.change(|state| state.disconnects = (0..10).map(|_| ("model-1.safetensors".to_string(), 0)).collect());
     hub.change(|state| state.disconnects.push(("model-1.safetensors".into(), 100_000)));
     hub_of(&hub, home.path()).pull("org/name", "main", &|_| ()).unwrap_err();
@@ -423,8 +419,7 @@ fn resumed_download_reports_received_bytes_only() {
 
 #[test]
 fn interrupted_download_saves_its_progress() {
-    let hub = TestHub::new(&model());
-    let home = tempfile::tempdir().unwrap();
+    let (hub, home) = hub_and_home();
     hub.change(|state| state.bytes_per_second = Some(50_000));
     let client = hub_with_pieces(&hub, home.path());
     let received = Mutex::new(0);
@@ -459,8 +454,7 @@ fn full_disk_is_reported_in_gigabytes() {
 
 #[test]
 fn files_of_unfinished_download_are_removed() {
-    let hub = TestHub::new(&model());
-    let home = tempfile::tempdir().unwrap();
+    let (hub, home) = hub_and_home();
     let client = hub_of(&hub, home.path());
     let blobs = home.path().join("hub/models--org--name/blobs");
     let [first, second] = [noise(1, 300_000), noise(2, 200_000)].map(|bytes| blobs.join(hash(&bytes)));
@@ -488,7 +482,7 @@ fn files_of_unfinished_download_are_removed() {
 
     // A complete model is in use, and an older revision of it is not.
     hub.change(|state| state.disconnects.clear());
-    assert!(is_pulled(&client.pull("org/name", "main", &|_| ()).unwrap()));
+    pull(&client);
     assert!(client.unused().is_empty());
     hub.change(|state| {
         state.commit = Some("1".repeat(40));
