@@ -6,7 +6,7 @@
 
 #![cfg(target_os = "linux")]
 
-use crate::{group::Group, program::isolate};
+use crate::{group::Group, process::Process, program::isolate};
 use base64::{Engine, engine::general_purpose::STANDARD};
 use moestro::{
     demo,
@@ -155,13 +155,22 @@ fn png(side: u32, is_noise: bool) -> Vec<u8> {
     out
 }
 
+/// Ends the server. Its memory must have stayed below the limit, and the kernel must have killed no process.
+fn check_peak(server: Process, group: Option<Group>, limit: u64) {
+    let peak = memory(server.id(), "VmHWM");
+    println!("{peak} bytes at the peak of {limit}");
+    assert!(peak <= limit, "{peak} bytes at the peak, the limit is {limit}");
+    drop(server);
+    assert_eq!(group.as_ref().map_or(0, Group::kills), 0);
+}
+
 #[test]
 fn hostile_images_stay_under_the_limit() {
     let fixture = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/vision/mlx_4bit");
     let limit = 300 * MIB;
     let group = Group::with_margin(limit);
     let limit_text = limit.to_string();
-    let server = crate::process::Process::spawn(
+    let server = Process::spawn(
         crate::group::command(group.as_ref()),
         &["--memory-limit", &limit_text, "--ctx-size", "1024", fixture],
     );
@@ -185,11 +194,7 @@ fn hostile_images_stay_under_the_limit() {
     let answer = ask(&[&fitting]);
     assert!(answer["choices"].is_array(), "an image of common size fits: {answer}");
     assert!(ask(&[&small])["choices"].is_array());
-    let peak = memory(server.id(), "VmHWM");
-    println!("{peak} bytes at the peak of {limit}");
-    assert!(peak <= limit, "{peak} bytes at the peak, the limit is {limit}");
-    drop(server);
-    assert_eq!(group.as_ref().map_or(0, Group::kills), 0);
+    check_peak(server, group, limit);
 }
 
 #[test]
@@ -213,7 +218,7 @@ fn full_prompt_cache_stays_in_plan() {
     ];
     let mut args = args.to_vec();
     args.extend(["--ctx-size", "2048", dir.to_str().unwrap()]);
-    let server = crate::process::Process::spawn(crate::group::command(group.as_ref()), &args);
+    let server = Process::spawn(crate::group::command(group.as_ref()), &args);
     let talk = |number: usize, turns: usize| -> Vec<serde_json::Value> {
         let words =
             |turn: usize| (0..100).map(|k| format!("w{} ", (number * 7 + turn * 3 + k * k) % 97)).collect::<String>();
@@ -234,11 +239,7 @@ fn full_prompt_cache_stays_in_plan() {
     assert!(held <= most && held > most / 2, "{cache}");
     assert!(server.metric("moestro_prompt_cache_evictions_total{place=\"memory\"}") > 0);
     assert!(server.metric("moestro_prompt_cache_hits_total{source=\"memory\"}") > 0);
-    let peak = memory(server.id(), "VmHWM");
-    println!("{peak} bytes at the peak of {limit}, {held} of {most} in the cache");
-    assert!(peak <= limit, "{peak} bytes at the peak, the limit is {limit}");
-    drop(server);
-    assert_eq!(group.as_ref().map_or(0, Group::kills), 0);
+    check_peak(server, group, limit);
 }
 
 /// Tests four clients, each of which fills the context of its sequence.
@@ -251,7 +252,7 @@ fn full_sequences_stay_in_plan() {
     let limit = 150 * MIB;
     let group = Group::with_margin(limit);
     let limit_text = limit.to_string();
-    let server = crate::process::Process::spawn(
+    let server = Process::spawn(
         crate::group::command(group.as_ref()),
         &["--memory-limit", &limit_text, "--parallel", "4", "--ctx-size", "1024", dir.to_str().unwrap()],
     );
@@ -269,11 +270,7 @@ fn full_sequences_stay_in_plan() {
         }
     });
     assert!(server.metric("moestro_step_sequences_sum") > server.metric("moestro_step_sequences_count"));
-    let peak = memory(server.id(), "VmHWM");
-    println!("{peak} bytes at the peak of {limit}");
-    assert!(peak <= limit, "{peak} bytes at the peak, the limit is {limit}");
-    drop(server);
-    assert_eq!(group.as_ref().map_or(0, Group::kills), 0);
+    check_peak(server, group, limit);
 }
 
 /// Lowers the group's limit while the server answers. The server must free slots, must not be killed, and must not
@@ -291,7 +288,7 @@ fn lower_limit_frees_expert_slots() {
             return;
         };
         group.set(start);
-        let server = crate::process::Process::spawn(
+        let server = Process::spawn(
             crate::group::command(Some(&group)),
             &["--prompt-cache", "1M", "--ctx-size", "1024", dir.to_str().unwrap()],
         );
