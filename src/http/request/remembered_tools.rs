@@ -247,7 +247,7 @@ mod tests {
             let text = format!("s {}u{}", text.concat(), roll(2));
             let name = ["f", "g", "h"][roll(3)];
             if roll(2) == 0 {
-                [&alone[owner], &together].map(|remembered| remembered.store(owners[owner], name, &text));
+                [&alone[owner], &together].iter().for_each(|memory| memory.store(owners[owner], name, &text));
                 continue;
             }
             let tools = together.found(owners[owner], &text);
