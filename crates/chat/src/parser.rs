@@ -149,7 +149,7 @@ impl Parser {
         }
     }
 
-    /// Reads calls exactly as [`GrammarCompiler`](crate::GrammarCompiler) constrains them.
+    /// Reads calls exactly as [`GrammarCompiler`](crate::grammar::GrammarCompiler) constrains them.
     #[must_use]
     pub fn with_exact_calls(mut self) -> Self {
         self.calls_are_exact = true;
