@@ -63,6 +63,11 @@ impl CancelFlag {
     pub fn is_set(&self) -> bool {
         self.0.load(Relaxed)
     }
+
+    /// Fails if the flag is set.
+    fn check(&self) -> Result<(), String> {
+        if self.is_set() { Err("its compilation was cancelled".into()) } else { Ok(()) }
+    }
 }
 
 /// Compiles formats for one tokenizer.
@@ -137,7 +142,7 @@ impl GrammarCompiler {
         let grammars = match (&format.tools, content.clone()) {
             (None, None) => return Err(FormatError::new("", "There is no tool to call.")),
             (None, Some(content)) => vec![content],
-            (Some(tools), content) => self.with_calls(tools, content)?,
+            (Some(tools), content) => self.with_calls(tools, content, cancel)?,
         };
         self.build(grammars, cancel).map_err(|reason| {
             if cancel.is_set() {
@@ -162,7 +167,7 @@ impl GrammarCompiler {
     /// The error of a tool that does not compile alone.
     fn tool_error(&self, tool: &(usize, Value), cancel: &CancelFlag) -> Option<FormatError> {
         let alone = AllowedTools { tools: vec![tool.clone()], parallel: false };
-        let reason = self.build(self.with_calls(&alone, None).ok()?, cancel).err()?;
+        let reason = self.build(self.with_calls(&alone, None, cancel).ok()?, cancel).err()?;
         Some(FormatError { tool: Some(tool.0), ..FormatError::new("", reason) })
     }
 
@@ -171,8 +176,9 @@ impl GrammarCompiler {
         &self,
         tools: &AllowedTools,
         content: Option<GrammarWithLexer>,
+        cancel: &CancelFlag,
     ) -> Result<Vec<GrammarWithLexer>, FormatError> {
-        let calls = tool_calls::write(tools, self.markup.call.is_some())?;
+        let calls = tool_calls::write(tools, self.markup.call.is_some(), cancel)?;
         let start = if content.is_some() { "start: @content | calls" } else { "start: calls" };
         let mut grammars = vec![GrammarWithLexer::from_lark(format!("{start}\n{}", calls.lark))];
         grammars.extend(content.map(|content| GrammarWithLexer { name: Some("content".into()), ..content }));
@@ -182,9 +188,7 @@ impl GrammarCompiler {
 
     /// Compiles grammars, and checks that at least one token may start an answer.
     fn build(&self, grammars: Vec<GrammarWithLexer>, cancel: &CancelFlag) -> Result<Matcher, String> {
-        if cancel.is_set() {
-            return Err("its compilation was cancelled".into());
-        }
+        cancel.check()?;
         let factory = self.factory().map_err(|error| error.reason)?;
         let mut matcher = Matcher::new(factory.create_parser(TopLevelGrammar { grammars, max_tokens: None }));
         if let Some(error) = matcher.get_error() {

@@ -60,7 +60,9 @@ impl GenerationRequest {
                     sampling.logit_bias.extend(call.map(|id| (id, FORBIDDEN)));
                 }
                 images = placed;
-                let calls_are_exact = self.format.as_ref().is_some_and(|format| format.has_calls());
+                // Without this token, a text may have a call that no grammar constrains.
+                let has_token = model.tokenizer.id("<tool_call>").is_some();
+                let calls_are_exact = has_token && self.format.as_ref().is_some_and(|format| format.has_calls());
                 (param, vec![ids], Some(ChatParams { tools, in_reasoning, calls_are_exact, parallel_tool_calls }))
             }
         };

@@ -12,6 +12,8 @@ const MAX_ALTERNATIVES: usize = 256;
 pub const MAX_STEPS: usize = 20_000_000;
 /// Number of steps of a comparison, besides one for each constant.
 const COMPARISON_STEPS: usize = 50;
+/// Number of steps to compile a pattern.
+const PATTERN_STEPS: usize = 1000;
 /// Maximum number of objects inside of each other that are compared.
 const MAX_DEPTH: usize = 32;
 
@@ -44,7 +46,8 @@ impl<'a> AlternativeReader<'_, 'a> {
     /// True if no value matches all `ours` and all `theirs`.
     fn exclude(&mut self, ours: Vec<&'a Value>, theirs: Vec<&'a Value>, depth: usize) -> bool {
         let [ours, theirs] = [ours, theirs].map(|schemas| self.read(&schemas));
-        let steps = COMPARISON_STEPS + ours.values.listed() + theirs.values.listed();
+        let patterns = ours.values.patterns() + theirs.values.patterns();
+        let steps = COMPARISON_STEPS + PATTERN_STEPS * patterns + ours.values.listed() + theirs.values.listed();
         let is_enough = steps <= *self.steps_left;
         *self.steps_left = self.steps_left.saturating_sub(steps);
         if !is_enough {

@@ -21,7 +21,8 @@ const MAX_BYTES: usize = 512 << 10;
 const MAX_SUBSCHEMAS: usize = 20_000;
 /// Maximum number of properties of all objects together. Compiling takes about a millisecond per property.
 const MAX_PROPERTIES: usize = 1000;
-/// A pattern counts as this many properties, because it is compared with every other pattern of its object.
+/// A pattern counts as one property for each pattern of its object, up to this number, because each is compared with all
+/// others.
 const PATTERN_PROPERTIES: usize = 16;
 const MAX_DEPTH: usize = 64;
 
@@ -178,7 +179,11 @@ impl<'a> Preparation<'a> {
                     count(value, &inner)?
                 }
                 ("properties" | "patternProperties", Value::Object(parts)) => {
-                    let count = if key == "properties" { parts.len() } else { parts.len() * PATTERN_PROPERTIES };
+                    let count = if key == "properties" {
+                        parts.len()
+                    } else {
+                        parts.len() * parts.len().min(PATTERN_PROPERTIES)
+                    };
                     self.spend_properties(count, &inner)?;
                     let mut prepared = Map::new();
                     for (name, part) in parts {

@@ -165,7 +165,7 @@ pub fn name_expression(names: &OpenNames<'_>, listed: &[&str], strict: bool) -> 
     let mut included = vec!["[A-Za-z0-9_.-]{1,64}".to_owned()];
     if let Some(pattern) = names.pattern {
         let Some(expression) = whole_match(pattern, strict, at)? else { return Ok(None) };
-        included = vec![format!(r#"[^<>\s"']([^<>\n]{{0,{}}}[^<>\s])?"#, MAX_NAME - 2), expression];
+        included = vec![format!(r#"[^<>\s"']([^<>\n]{{0,{}}}[^<>\s"'])?"#, MAX_NAME - 2), expression];
         if strict && is_empty(&included, &[""; 0]) {
             let limit = format!("no name of a parameter with at most {MAX_NAME} characters can match");
             let reason = format!("`patternProperties` has the pattern `{pattern}`, which {limit}");

@@ -14,6 +14,7 @@
 //! is raw text up to the closing tag: see [`raw_text`](super::raw_text). Every other value is JSON.
 
 use super::{
+    CancelFlag,
     format::{AllowedTools, FormatError},
     json_schema,
     raw_text::{END, RawText, TEXT_RULE, literal, name_expression},
@@ -25,8 +26,8 @@ use std::fmt::Write;
 
 /// Maximum number of tools that one answer may call, as in OpenAI's API.
 const MAX_TOOLS: usize = 128;
-/// Maximum number of parameters of all tools together, in each set of a tool. Compiling takes about a millisecond per
-/// parameter.
+/// Maximum number of parameters of all tools together. A parameter counts once in each set of its tool. Compiling takes
+/// about a millisecond per parameter.
 const MAX_PARAMETERS: usize = 2000;
 /// A value whose schema has this many bytes, with its definitions, counts as another parameter.
 const PARAMETER_BYTES: usize = 16 << 10;
@@ -40,8 +41,9 @@ pub struct CallGrammar {
     pub values: Vec<GrammarWithLexer>,
 }
 
-/// Writes the rule for one call, or for several calls. `call_is_token` is true if `<tool_call>` is one token.
-pub fn write(allowed: &AllowedTools, call_is_token: bool) -> Result<CallGrammar, FormatError> {
+/// Writes the rule for one call, or for several calls. `call_is_token` is true if `<tool_call>` is one token. Fails before
+/// the next tool if `cancel` is set.
+pub fn write(allowed: &AllowedTools, call_is_token: bool, cancel: &CancelFlag) -> Result<CallGrammar, FormatError> {
     let count = allowed.tools.len();
     if count > MAX_TOOLS {
         return Err(FormatError::new("", format!("{count} tools may be called; the limit is {MAX_TOOLS}")));
@@ -56,6 +58,7 @@ pub fn write(allowed: &AllowedTools, call_is_token: bool) -> Result<CallGrammar,
     let _ = writeln!(grammar.lark, "call: {open} \"\\n<function=\" ({}) \"</function>\\n\" {close}", names.join(" | "));
     let _ = writeln!(grammar.lark, "{TEXT_RULE}");
     for (index, tool) in &allowed.tools {
+        cancel.check().map_err(|reason| FormatError::new("", reason))?;
         let rules = write_tool(*index, tool, &mut parameters_left);
         let rules = rules.map_err(|error| FormatError { tool: Some(*index), ..error })?;
         grammar.lark += &rules.lark;
@@ -118,7 +121,10 @@ struct ToolWriter<'a> {
 impl ToolWriter<'_> {
     /// Counts parameters.
     fn spend(&mut self, parameters: usize) -> Result<(), FormatError> {
-        let reason = || format!("the tools up to this one have more than {MAX_PARAMETERS} parameters");
+        let reason = || {
+            let counts = "counted in each alternative of `anyOf`, and once more for each 16 KiB of a schema";
+            format!("the tools up to this one have more than {MAX_PARAMETERS} parameters, {counts}")
+        };
         let left = self.parameters_left.checked_sub(parameters).ok_or_else(|| FormatError::new("", reason()))?;
         *self.parameters_left = left;
         Ok(())
@@ -198,7 +204,10 @@ impl ToolWriter<'_> {
         let mut listed: Vec<&str> = self.sets.iter().flat_map(ParameterSet::names).collect();
         listed.sort_unstable();
         listed.dedup();
-        for names in set.open_names() {
+        let open = set.open_names();
+        // Each pattern is compared with all others.
+        self.spend(open.len() * open.len().min(16))?;
+        for names in open {
             let Some(value) = self.value(&names.schemas, Self::any_open_value)? else { continue };
             let Some(expression) = name_expression(&names, &listed, self.strict)? else { continue };
             let name = format!("NAME_{}_{}", self.index, self.grammar.lark.len());
@@ -288,10 +297,9 @@ fn json_part(schemas: &[&Value], value: &ValueType, types: &[&str]) -> Value {
 }
 
 fn check_name(name: &str) -> Result<(), FormatError> {
-    let is_quoted = name.starts_with(['"', '\'']);
+    let is_quoted = name.starts_with(['"', '\'']) || name.ends_with(['"', '\'']);
     if name.trim() != name || name.is_empty() || is_quoted || name.contains(['<', '>', '\n']) {
-        let reason =
-            "a parameter's name must not contain <, > or white space at its ends, or start with a quotation mark";
+        let reason = "a parameter's name must not contain <, > or a line feed, or have white space or quotation marks at its ends";
         return Err(FormatError::new(&format!(".properties.{name}"), reason));
     }
     Ok(())

@@ -44,7 +44,7 @@ impl JsonScanner {
         }
     }
 
-    /// Reads the object at the start of `text`.
+    /// Reads the object at the start of `text`, at `offset` of the whole answer.
     pub fn object(&mut self, offset: usize, text: &str, end: InputEnd) -> JsonAt<String> {
         self.read(offset, text, end).and_then(|(json, length)| Some((object(&json)?, length)))
     }

@@ -182,6 +182,7 @@ mod tests {
             json!({"anyOf": [part, {"properties": {"q": {}}}]}),
             json!({"$ref": "#/$defs/part", "$defs": {"part": part}}),
             json!({"additionalProperties": {"type": "integer"}}),
+            json!({"allOf": [{"properties": {"q": {}}, "additionalProperties": false}, part]}),
         ] {
             assert_eq!(JsonTypes::of(Some(&parameters), "p").json("1"), "1", "{parameters}");
         }

@@ -150,8 +150,8 @@ fn without_attributes(text: &str) -> &str {
     let Some(attribute) = before.and_then(|(before, _)| before.trim_end().strip_suffix('=')) else { return text };
     let attribute = attribute.trim_end();
     let name = attribute.trim_end_matches(is_part);
-    // The first word is no such attribute.
-    let is_attribute = name.ends_with([' ', '\t']) && name.len() < attribute.len();
+    // The first word is no such attribute. An attribute `value` is no markup.
+    let is_attribute = name.ends_with([' ', '\t']) && !["", "value"].contains(&&attribute[name.len()..]);
     if is_attribute { without_attributes(name.trim_end()) } else { text }
 }
 

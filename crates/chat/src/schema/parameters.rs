@@ -6,23 +6,22 @@ use super::{
 };
 use fancy_regex::Regex;
 use serde_json::{Map, Value};
-use std::{
-    collections::{HashMap, HashSet},
-    rc::Rc,
-};
+use std::{cell::RefCell, collections::HashMap, rc::Rc};
 
 /// Maximum number of parameter sets that `anyOf` and `oneOf` of one tool may result in.
 pub const MAX_PARAMETER_SETS: usize = 64;
 /// Maximum number of parts of a schema that are read for the sets of one tool.
 const MAX_PARTS: usize = 1000;
 const MAX_DEPTH: usize = 16;
+/// Maximum number of patterns that are kept compiled.
+const MAX_COMPILED: usize = 64;
 
 /// One set of parameters that a call may have: all of `parts` apply to the arguments.
 #[derive(Clone, Default)]
 pub struct ParameterSet<'a> {
     parts: Vec<&'a Map<String, Value>>,
-    /// The compiled `patternProperties` of all sets. One that does not compile matches nothing.
-    patterns: Rc<HashMap<&'a str, Regex>>,
+    /// Compiled `patternProperties` of all sets. One that does not compile matches nothing.
+    compiled: Rc<RefCell<HashMap<String, Option<Regex>>>>,
 }
 
 /// The sets of parameters that all `schemas` allow: one for each combination of alternatives. At most one more than
@@ -30,17 +29,21 @@ pub struct ParameterSet<'a> {
 pub fn parameter_sets<'a>(schemas: &[&'a Value], document: &Document<'a>) -> Vec<ParameterSet<'a>> {
     let mut reader = SetReader { document, parts_left: MAX_PARTS };
     let sets = schemas.iter().fold(vec![Vec::new()], |sets, schema| combined(&sets, &reader.sets(schema, 0)));
-    let patterns: HashSet<_> =
-        sets.iter().flatten().flat_map(|part| patterns(part)).map(|(pattern, _)| pattern).collect();
-    let compiled = patterns.into_iter().filter_map(|pattern| Some((pattern, Regex::new(pattern).ok()?)));
-    let patterns: Rc<HashMap<_, _>> = Rc::new(compiled.collect());
-    sets.into_iter().map(|parts| ParameterSet { parts, patterns: patterns.clone() }).collect()
+    let compiled = Rc::default();
+    sets.into_iter().map(|parts| ParameterSet { parts, compiled: Rc::clone(&compiled) }).collect()
 }
 
 /// The values of parameter `name` in any of the sets: how the parser reads it, because it does not know the set of a call.
 pub fn any_value(sets: &[ParameterSet<'_>], name: &str, document: &Document<'_>) -> ValueType {
     let values = sets.iter().filter_map(|set| set.value(name, document));
-    values.fold(ValueType::nothing(), ValueType::or)
+    let any = values.fold(ValueType::nothing(), ValueType::or);
+    if !any.is_nothing() {
+        return any;
+    }
+    // A closed part of an `allOf` excludes the name. Another part still says what a model means by it.
+    let schemas = sets.iter().map(|set| set.schemas(name).into_iter().filter(|schema| schema.is_object()));
+    let schemas = schemas.map(Vec::from_iter).filter(|schemas| !schemas.is_empty());
+    schemas.map(|schemas| ValueType::of(&schemas, document)).fold(ValueType::nothing(), ValueType::or)
 }
 
 type Parts<'a> = Vec<&'a Map<String, Value>>;
@@ -111,13 +114,14 @@ impl<'a> ParameterSet<'a> {
     /// The values of parameter `name`. `None` if a call with this set does not have it.
     fn value(&self, name: &str, document: &Document<'_>) -> Option<ValueType> {
         let schemas = self.schemas(name);
-        let is_known = !schemas.is_empty() || self.names().contains(&name) || self.is_open();
+        let is_known = !schemas.is_empty() || self.is_required(name) || self.is_open();
         is_known.then(|| ValueType::of(&schemas, document))
     }
 
-    /// True if the set has any names and says nothing of their values.
+    /// True if the set has neither names nor patterns.
     fn is_open(&self) -> bool {
-        self.open_names().iter().any(|names| names.pattern.is_none() && names.schemas.is_empty())
+        let has_names = self.maps("properties").any(|names| !names.is_empty()) || self.required().next().is_some();
+        !has_names && self.parts.iter().all(|part| patterns(part).next().is_none())
     }
 
     /// The schemas that apply to the value of parameter `name`.
@@ -171,7 +175,12 @@ impl<'a> ParameterSet<'a> {
     }
 
     fn matches(&self, pattern: &str, name: &str) -> bool {
-        self.patterns.get(pattern).is_some_and(|regex| regex.is_match(name).unwrap_or(false))
+        let mut compiled = self.compiled.borrow_mut();
+        if compiled.len() >= MAX_COMPILED {
+            compiled.clear();
+        }
+        let regex = compiled.entry(pattern.to_owned()).or_insert_with(|| Regex::new(pattern).ok());
+        regex.as_ref().is_some_and(|regex| regex.is_match(name).unwrap_or(false))
     }
 
     fn maps(&self, key: &'static str) -> impl Iterator<Item = &'a Map<String, Value>> {

@@ -101,6 +101,11 @@ impl ValueType {
         self.words.len() + self.constants.as_ref().map_or(0, HashMap::len)
     }
 
+    /// Number of patterns that strings must match.
+    pub fn patterns(&self) -> usize {
+        self.texts.iter().map(|text| text.patterns.len()).sum()
+    }
+
     /// The values that both allow.
     pub fn and(&self, other: &Self) -> Self {
         let mut words = self.words_allowed_by(other);

@@ -299,7 +299,9 @@ fn tool_choice(choice: &Value, tools: &[Value], ignored: &[Value]) -> Result<Too
         (_, Some("function")) => ToolChoice::function(&choice["name"], tools, "tool_choice.name")?,
         (_, Some("allowed_tools")) => {
             let is_same = |named: &Value, tool: &Value| {
-                named["type"] == tool["type"] && IDENTITY.iter().all(|&at| named[at].is_null() || named[at] == tool[at])
+                // `name` may be the name of a tool of an MCP server, which the request does not list.
+                let is_equal = |&at: &&str| named[at].is_null() || tool[at].is_null() || named[at] == tool[at];
+                named["type"] == tool["type"] && IDENTITY.iter().all(is_equal)
             };
             let is_ignored = |named: &Value| ignored.iter().any(|tool| is_same(named, tool));
             let name = |named: &Value| match named["type"].as_str() {
@@ -311,7 +313,7 @@ fn tool_choice(choice: &Value, tools: &[Value], ignored: &[Value]) -> Result<Too
         (_, kind) => {
             let kind = kind.unwrap_or("missing");
             let text = format!(
-                "tool_choice.type is {kind}; tool_choice must be `auto`, `none`, `required`, name a function, or be \
+                "tool_choice.type is {kind}; tool_choice must be `auto`, `none`, `required`, a function or \
                  `allowed_tools`."
             );
             return Err(ApiError::unsupported("tool_choice", text));
@@ -409,7 +411,8 @@ mod tests {
     #[test]
     fn allowed_tools_may_name_ignored_tools() {
         let tools = json!([
-            {"type": "function", "name": "f"}, {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "g"}]},
+            {"type": "function", "name": "f"},
+            {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "g"}]},
             {"type": "web_search"}, {"type": "mcp", "server_label": "a"}, {"type": "custom", "name": "patch"},
         ]);
         let functions =
@@ -418,6 +421,7 @@ mod tests {
             json!({"type": "web_search"}),
             json!({"type": "mcp", "server_label": "a"}),
             json!({"type": "mcp"}),
+            json!({"type": "mcp", "server_label": "a", "name": "search"}),
             json!({"type": "custom", "name": "patch"}),
         ];
         let unknown = [
