@@ -272,10 +272,10 @@ fn every_layout_loads_the_same_head() {
         let worst = found.iter().zip(expected.iter()).fold(0f32, |worst, (a, b)| worst.max((a - b).abs()));
         assert!(worst <= max, "{what}: {worst}");
     };
-    let fresh = |name: &str| {
-        let at = root.path().join(name);
-        std::fs::create_dir(&at).unwrap();
-        demo(&at)
+    // A copy ends with its guard, so that the test fits in a small TMPDIR.
+    let fresh = || {
+        let at = tempfile::tempdir_in(root.path()).unwrap();
+        (demo(at.path()), at)
     };
     let variants: [(&str, &str, Tensors, f32); 5] = [
         ("beside", "mtp.safetensors", head(), 0.0),
@@ -285,17 +285,18 @@ fn every_layout_loads_the_same_head() {
         ("quantized", "mtp.safetensors", quantized(head(), |path| !path.ends_with(".fc")), 0.6),
     ];
     for (what, file, tensors, max) in &variants {
-        let dir = fresh(what);
+        let (dir, _at) = fresh();
         write(tensors, &dir.join(file));
         compare(what, &dir, MtpSource::Checkpoint, *max);
     }
     // The head is in a shard of the checkpoint, without an index.
-    let dir = fresh("shards");
+    let (dir, at) = fresh();
     write(&head(), &dir.join("model-mtp.safetensors"));
     std::fs::remove_file(dir.join("model.safetensors.index.json")).unwrap();
     compare("shards", &dir, MtpSource::Checkpoint, 0.0);
+    drop(at);
     // The head is in a separate directory, without a prefix. A second version is fully quantized.
-    let dir = fresh("trunk");
+    let (dir, _at) = fresh();
     let alone = root.path().join("alone");
     std::fs::create_dir(&alone).unwrap();
     std::fs::write(alone.join("config.json"), r#"{"model_type": "qwen3_5_mtp", "block_size": 3}"#).unwrap();

@@ -258,8 +258,9 @@ impl RowBatch {
 impl RowCache {
     fn new(row_len: usize) -> Self {
         let capacity = (CACHE_BYTES / (row_len + ROW_ENTRY)).max(1);
-        let (indices, rows, bytes) = Default::default();
-        Self { indices, rows, bytes, row_len, capacity, oldest: 0 }
+        // A vector that grows takes up to twice its memory.
+        let bytes = Vec::with_capacity(capacity * row_len);
+        Self { indices: HashMap::new(), rows: Vec::new(), bytes, row_len, capacity, oldest: 0 }
     }
 
     fn range(&self, index: usize) -> Range<usize> {
