@@ -25,8 +25,8 @@ fn temp_dir() -> tempfile::TempDir {
     tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap()
 }
 
-/// Runs `case` with many seeds, and returns their number. No case may panic or take longer than a minute, and memory use must not grow. Memory is
-/// that of the whole process, so each test runs in a process of its own.
+/// Runs `case` with many seeds, and returns their number. No case may panic or take longer than a minute, and memory use
+/// must not grow. Memory is that of the whole process, so each test runs in a process of its own.
 fn for_each_seed(usual: u64, mut case: impl FnMut(&mut Dice)) -> usize {
     let before = os::resident_memory().unwrap_or(0);
     let seeds = seeds(usual);
