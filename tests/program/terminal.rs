@@ -1,7 +1,7 @@
 //! Tests of the binary on a terminal, which `script` of util-linux provides. Also tests the version and model names.
 #![cfg(target_os = "linux")]
 
-use crate::program::{MOESTRO, isolate};
+use crate::program::{MOESTRO, isolate, quoted};
 use std::{
     io::{BufRead, BufReader, Read, Write},
     net::{Shutdown, TcpListener, TcpStream},
@@ -56,9 +56,9 @@ impl Terminal {
     fn begin_in(home: &Path, setup: &str, variable: &str, args: &str) -> Self {
         let mut command = isolated("script", home);
         // `exec` replaces the shell, because a signal would end the shell instead of the program.
-        let line = format!("{setup}; exec env {variable} \"$PROGRAM\" {args}");
+        let line = format!("{setup}; exec env {variable} {} {args}", quoted(MOESTRO));
         command.args(["-qefc", &line, "/dev/null"]).stdin(Stdio::piped()).stdout(Stdio::piped());
-        command.env("TERM", "xterm").env("SHELL", "/bin/sh").env("PROGRAM", MOESTRO);
+        command.env("TERM", "xterm").env("SHELL", "/bin/sh");
         let mut script = command.spawn().expect("script, of util-linux");
         let (keys, mut screen) = (script.stdin.take().unwrap(), script.stdout.take().unwrap());
         let shown = Arc::new(Mutex::new(String::new()));
@@ -376,7 +376,7 @@ fn images_are_shown_to_every_model() {
     let ready: serde_json::Value = serde_json::from_str(&line).unwrap();
     let remote = format!("--port {}", ready["port"]);
     for (flags, name) in [(remote.as_str(), "mlx_4bit at http://"), ("--ctx-size 1024", "mlx_4bit on cpu")] {
-        let mut chat = Terminal::begin(home.path(), &format!("run {VISION} --temp 0 --max-tokens 4 {flags}"));
+        let mut chat = Terminal::begin(home.path(), &format!("run {} --temp 0 --max-tokens 4 {flags}", quoted(VISION)));
         chat.wait(name);
         chat.wait(">>> ");
         chat.say(&format!("/image {}", broken.display()), "broken.png: the image ");
@@ -488,7 +488,7 @@ fn windows_line_ends_are_drawn_as_line_ends() {
 fn ctrl_c_interrupts_download_of_other_model() {
     use test_support::hub::TestHub;
 
-    let hub = TestHub::new(&[("config.json", b"{}".to_vec()), ("model.safetensors", vec![1; 64 << 20])]);
+    let hub = TestHub::new(&[("config.json", b"{}".to_vec()), ("model.safetensors", vec![1; 16 << 20])]);
     hub.change(|state| state.bytes_per_second = Some(1 << 20));
     let home = tempfile::tempdir().unwrap();
     let mut chat = Terminal::begin_with(home.path(), &format!("HF_ENDPOINT={}", hub.endpoint), CHAT);
@@ -496,7 +496,7 @@ fn ctrl_c_interrupts_download_of_other_model() {
     for _ in 0..2 {
         chat.say("What is 12+7?", "12 + 7 = 19.");
         chat.press("/model org/name\r");
-        chat.wait("MiB of 64");
+        chat.wait("MiB of 16");
         chat.press(CTRL_C);
         chat.wait("the download of org/name was interrupted; its progress is saved");
         chat.wait(">>> ");

@@ -25,6 +25,11 @@ pub fn isolate(command: &mut Command, home: &Path) {
     command.envs(KEPT.iter().filter_map(|name| Some((name, env::var_os(name)?)))).envs(own);
 }
 
+/// `text` as one word of a shell.
+pub fn quoted(text: &str) -> String {
+    format!("'{}'", text.replace('\'', r"'\''"))
+}
+
 /// Sends the signal `name` (`TERM`) to the process `id`.
 pub fn signal(name: &str, id: u32) {
     let status = Command::new("kill").args([format!("-{name}"), id.to_string()]).status().unwrap();
