@@ -9,7 +9,7 @@ use crate::http::{
     errors,
     generate::Generator,
     layers::{MemoryPermit, REQUEST_ID},
-    request::{body, fields},
+    request::{ParsedValues, body, fields},
 };
 use axum::{Json, body::Body, extract::Request, http::HeaderName, middleware::Next, response::Response};
 use serde_json::{Value, json};
@@ -38,7 +38,7 @@ pub async fn count_tokens(server: Generator, body: Body) -> Result<Json<Value>, 
 
 async fn read(state: &ServerState, body: Body) -> Result<(MessagesRequest, MemoryPermit), ApiError> {
     let (common, mut request, permit) =
-        body::request::<_, MessagesRequest>(state, body, fields::MESSAGES, body::ParsedValues::Translated).await?;
+        body::request::<_, MessagesRequest>(state, body, fields::MESSAGES, ParsedValues::Translated).await?;
     request.common = common;
     Ok((request, permit))
 }

@@ -14,7 +14,7 @@ use crate::http::{
     ApiError, ServerState, errors,
     generate::Generator,
     layers::{MemoryPermit, body_guard},
-    request::{GenerationRequest, body, fields},
+    request::{GenerationRequest, ParsedValues, body, fields},
 };
 use axum::{
     body::Body,
@@ -33,20 +33,15 @@ pub async fn running() -> &'static str {
 
 pub async fn chat(server: Generator, body: Body) -> Result<Response, ApiError> {
     let (common, request, permit) =
-        body::request::<OllamaCommon, OllamaChat>(&server.state, body, fields::OLLAMA_CHAT, body::ParsedValues::Kept)
-            .await?;
+        body::request::<OllamaCommon, OllamaChat>(&server.state, body, fields::OLLAMA_CHAT, ParsedValues::Kept).await?;
     let renderer = OllamaRenderer::chat(common.model.clone());
     answer(server, permit, renderer, common.clone(), request.into_chat(common)?).await
 }
 
 pub async fn generate(server: Generator, body: Body) -> Result<Response, ApiError> {
-    let (common, request, permit) = body::request::<OllamaCommon, OllamaGenerate>(
-        &server.state,
-        body,
-        fields::OLLAMA_GENERATE,
-        body::ParsedValues::Kept,
-    )
-    .await?;
+    let (common, request, permit) =
+        body::request::<OllamaCommon, OllamaGenerate>(&server.state, body, fields::OLLAMA_GENERATE, ParsedValues::Kept)
+            .await?;
     let renderer = OllamaRenderer::generate(common.model.clone());
     answer(server, permit, renderer, common.clone(), request.into_generation(common)?).await
 }

@@ -16,8 +16,8 @@ use crate::http::{
         token_text,
     },
     request::{
-        ChatPrompt, GenerationRequest, PromptInput, RequestedFormat, Thinking, body, continue_final, fields, messages,
-        response_format, sampling_params as params,
+        ChatPrompt, GenerationRequest, ParsedValues, PromptInput, RequestedFormat, Thinking, body, continue_final,
+        fields, messages, response_format, sampling_params as params,
         tools::{self, ToolChoice},
     },
     sse::Frames,
@@ -30,7 +30,7 @@ use std::{mem, sync::Arc};
 
 pub async fn chat(server: Generator, body: Body) -> Result<Response, ApiError> {
     let (common, request, permit) =
-        body::request::<CommonFields, ChatRequest>(&server.state, body, fields::CHAT, body::ParsedValues::Kept).await?;
+        body::request::<CommonFields, ChatRequest>(&server.state, body, fields::CHAT, ParsedValues::Kept).await?;
     let streams = common.streams();
     let includes_usage = common.includes_usage();
     let uses_functions = request.functions.is_some();

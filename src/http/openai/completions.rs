@@ -14,7 +14,7 @@ use crate::http::{
         self, Choices, FinishReason, Finished, LogprobsBuilder, Output, PromptProgress, Renderer, Usage,
         completion_logprobs,
     },
-    request::{GenerationRequest, PromptInput, body, fields, sampling_params as params},
+    request::{GenerationRequest, ParsedValues, PromptInput, body, fields, sampling_params as params},
     sse::Frames,
 };
 use axum::{body::Body, response::Response};
@@ -25,13 +25,9 @@ use std::sync::Arc;
 const DEFAULT_TOKENS: usize = 16;
 
 pub async fn completions(server: Generator, body: Body) -> Result<Response, ApiError> {
-    let (common, request, permit) = body::request::<CommonFields, CompletionRequest>(
-        &server.state,
-        body,
-        fields::COMPLETIONS,
-        body::ParsedValues::Kept,
-    )
-    .await?;
+    let (common, request, permit) =
+        body::request::<CommonFields, CompletionRequest>(&server.state, body, fields::COMPLETIONS, ParsedValues::Kept)
+            .await?;
     let includes_usage = common.includes_usage();
     let echoes = request.echo.unwrap_or(false);
     let request = request.into_generation(common)?;

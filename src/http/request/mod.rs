@@ -20,6 +20,7 @@ pub mod sampling_params;
 pub mod thinking;
 pub mod tools;
 
+pub use body::ParsedValues;
 pub use content_parts::{ImagePart, ImageSource, PartFormat};
 pub use continue_final::EndMarker;
 pub use fields::FieldTable;

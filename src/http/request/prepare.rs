@@ -54,15 +54,14 @@ impl GenerationRequest {
                     None => model.encode_chat(&mut permit, messages, chat, most_tokens).await?,
                 };
                 let ChatPrompt { mut tools, forbids_calls, param, .. } = chat;
+                let call = model.tokenizer.id("<tool_call>");
                 if forbids_calls {
                     tools.clear();
-                    let call = model.tokenizer.id("<tool_call>");
                     sampling.logit_bias.extend(call.map(|id| (id, FORBIDDEN)));
                 }
                 images = placed;
                 // Without this token, a text may have a call that no grammar constrains.
-                let has_token = model.tokenizer.id("<tool_call>").is_some();
-                let calls_are_exact = has_token && self.format.as_ref().is_some_and(|format| format.has_calls());
+                let calls_are_exact = call.is_some() && self.format.as_ref().is_some_and(|format| format.has_calls());
                 (param, vec![ids], Some(ChatParams { tools, in_reasoning, calls_are_exact, parallel_tool_calls }))
             }
         };

@@ -181,6 +181,7 @@ mod tests {
     use super::*;
     use moestro_base::metrics::Metrics;
     use serde_json::json;
+    use test_support::mutate::Dice;
 
     fn memory() -> Arc<RequestMemory> {
         RequestMemory::new(&Metrics::new("0", "cpu"))
@@ -234,11 +235,8 @@ mod tests {
         let owners = ["key", "other key", "third key"];
         let alone = owners.map(|_| RememberedTools::within(memory()));
         let together = RememberedTools::within(memory());
-        let mut state = 1u64;
-        let mut roll = |sides: usize| {
-            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-            (state >> 33) as usize % sides
-        };
+        let mut dice = Dice(1);
+        let mut roll = |sides: usize| dice.below(sides);
         let mut found = 0;
         for _ in 0..3000 {
             let owner = roll(3);

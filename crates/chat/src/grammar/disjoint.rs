@@ -28,7 +28,7 @@ pub fn are_disjoint<'a>(alternatives: &'a [Value], document: &Document<'a>, step
     alternatives.len() <= MAX_ALTERNATIVES && pairs.all(|(one, other)| excludes(one, other))
 }
 
-/// What schemas allow together.
+/// The values and properties that schemas allow together.
 struct Allowed<'a> {
     values: ValueType,
     /// The properties of objects.
@@ -38,7 +38,7 @@ struct Allowed<'a> {
 struct AlternativeReader<'d, 'a> {
     document: &'d Document<'a>,
     steps_left: &'d mut usize,
-    /// What schemas allow that were compared before, by their addresses.
+    /// Results of [`AlternativeReader::read`], by the addresses of the schemas.
     known: HashMap<Vec<*const Value>, Rc<Allowed<'a>>>,
 }
 
@@ -65,7 +65,7 @@ impl<'a> AlternativeReader<'_, 'a> {
         })
     }
 
-    /// What schemas allow. They are read once, although they are compared with those of all other alternatives.
+    /// Reads schemas. Each is read once, although it is compared with those of all other alternatives.
     fn read(&mut self, schemas: &[&'a Value]) -> Rc<Allowed<'a>> {
         let addresses: Vec<_> = schemas.iter().map(|schema| std::ptr::from_ref(*schema)).collect();
         if let Some(known) = self.known.get(&addresses) {

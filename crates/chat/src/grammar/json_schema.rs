@@ -23,7 +23,7 @@ const MAX_SUBSCHEMAS: usize = 20_000;
 const MAX_PROPERTIES: usize = 1000;
 /// A pattern counts as one property for each pattern of its object, up to this number, because each is compared with all
 /// others.
-const PATTERN_PROPERTIES: usize = 16;
+pub const PATTERN_PROPERTIES: usize = 16;
 const MAX_DEPTH: usize = 64;
 
 /// White space between the parts of JSON: none, a space, or a new line and its indentation. Without a bound, a model

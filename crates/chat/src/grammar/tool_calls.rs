@@ -16,7 +16,7 @@
 use super::{
     CancelFlag,
     format::{AllowedTools, FormatError},
-    json_schema,
+    json_schema::{self, PATTERN_PROPERTIES},
     raw_text::{END, RawText, TEXT_RULE, literal, name_expression},
 };
 use crate::schema::{Document, MAX_PARAMETER_SETS, ParameterSet, TypeSet, ValueType, any_value, parameter_sets};
@@ -206,7 +206,7 @@ impl ToolWriter<'_> {
         listed.dedup();
         let open = set.open_names();
         // Each pattern is compared with all others.
-        self.spend(open.len() * open.len().min(16))?;
+        self.spend(open.len() * open.len().min(PATTERN_PROPERTIES))?;
         for names in open {
             let Some(value) = self.value(&names.schemas, Self::any_open_value)? else { continue };
             let Some(expression) = name_expression(&names, &listed, self.strict)? else { continue };

@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn wrapped_values_are_read_where_strings_are_not_allowed() {
+    fn wrapped_values_are_read_without_strings() {
         for (kind, text, expected) in [
             ("array", "```json\n[1, 2]\n```", "[1, 2]"),
             ("object", "```\n{'a': None}\n```\n", r#"{"a": null}"#),

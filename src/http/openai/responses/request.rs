@@ -8,7 +8,7 @@ use crate::http::{
         responses::{items, store::ResponseStore},
     },
     request::{
-        ChatPrompt, GenerationRequest, PromptInput, RequestedFormat, Thinking, body, fields,
+        ChatPrompt, GenerationRequest, ParsedValues, PromptInput, RequestedFormat, Thinking, body, fields,
         response_format::{self, FormatField},
         sampling_params as params, thinking,
         tools::{self, DEFER_LOADING, ToolChoice},
@@ -78,7 +78,7 @@ pub async fn read(
     body: Body,
 ) -> Result<(ResponsesRequest, Vec<Value>, Vec<Value>, MemoryPermit), ApiError> {
     let (common, request, mut permit) =
-        body::request::<_, ResponsesRequest>(state, body, fields::RESPONSES, body::ParsedValues::Translated).await?;
+        body::request::<_, ResponsesRequest>(state, body, fields::RESPONSES, ParsedValues::Translated).await?;
     // In the Responses API, `stream_options` only controls obfuscation, which this server does not have.
     let mut request = ResponsesRequest { common: CommonFields { stream_options: None, ..common }, ..request };
     let history = match &request.previous_response_id {
