@@ -269,11 +269,12 @@ FN void store_sums(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint 
     QUADS(NT, MT, PLAIN, SIMDS, STAGES)                                                                                \
   }
 
-// `pair` kernels have half as many simdgroups for the same rows of W, so that they read x half as often.
-LINEAR_QUADS(KERNEL, gemv_tiles_4, 1, 1, 8, 4)
+// `pair` and `trio` kernels have a half or a third as many simdgroups for the same rows of W, so they read x less often.
+LINEAR_QUADS(KERNEL, gemv_tiles_4, 1, 1, 8, 2)
 LINEAR_QUADS(WIDE_KERNEL, gemv_tiles_pair_4, 1, 2, 8, 2)
 LINEAR_QUADS(WIDE_KERNEL, gemv_tiles_8, 2, 1, 8, 4)
 LINEAR_QUADS(WIDE_KERNEL, gemv_tiles_pair_8, 2, 2, 8, 2)
+LINEAR_QUADS(WIDEST_KERNEL, gemv_tiles_trio_8, 2, 3, 4, 2)
 LINEAR_QUADS(WIDE_KERNEL, gemv_tiles_16, 4, 1, 8, 4)
 LINEAR_QUADS(WIDEST_KERNEL, gemv_tiles_wide_16, 4, 2, 4, 4)
 
@@ -286,6 +287,6 @@ LINEAR_QUADS(WIDEST_KERNEL, gemv_tiles_wide_16, 4, 2, 4, 4)
     QUADS(1, MT, CONV, 8, STAGES)                                                                                      \
   }
 
-CONV_QUADS(KERNEL, gemv_tiles_conv, 1, 4)
+CONV_QUADS(KERNEL, gemv_tiles_conv, 1, 2)
 CONV_QUADS(WIDE_KERNEL, gemv_tiles_pair_conv, 2, 2)
 #endif

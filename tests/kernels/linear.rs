@@ -197,6 +197,8 @@ fn tiled_rows_are_exact() {
         (&[(AFFINE8, 4100)], 384, 6, false, false),
         (&[(AFFINE8, 12_680)], 384, 3, false, false),
         (&[(AFFINE4, 12_680)], 128, 12, false, true),
+        (&[(AFFINE4, 20_490)], 128, 5, false, true),
+        (&[(AFFINE8, 20_490)], 384, 7, true, false),
         (&[(AFFINE4, 65_540)], 128, 5, false, false),
         (&[(AFFINE4, 65_540)], 384, 9, false, false),
     ] {
@@ -225,6 +227,7 @@ fn tiled_rows_ignore_their_neighbours() {
         (&[(AFFINE4, 4100)], 256),
         (&[(AFFINE4, 8194), (AFFINE8, 5)], 256),
         (&[(AFFINE4, 12_670), (AFFINE8, 5)], 128),
+        (&[(AFFINE4, 20_480), (AFFINE8, 5)], 128),
     ] {
         let mut case = TiledCase::new(shapes, cols, 21, true, true);
         // Rows with NaN and infinity among the others.

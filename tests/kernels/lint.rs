@@ -190,6 +190,7 @@ fn printed_kernels_obey_metals_rules() {
         "gemv_tiles_pair_4",
         "gemv_tiles_pair_8",
         "gemv_tiles_pair_conv",
+        "gemv_tiles_trio_8",
         "gemv_tiles_wide_16",
         "moe_down_tiles",
         "moe_down_tiles_1",

@@ -45,6 +45,7 @@ fn other_kernels_agree_without_tiles() {
         "gemv_tiles_pair_4",
         "gemv_tiles_pair_8",
         "gemv_tiles_pair_conv",
+        "gemv_tiles_trio_8",
         "gemv_tiles_wide_16",
         "moe_down_gemm",
         "moe_down_gemm_any",

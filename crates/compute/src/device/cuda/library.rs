@@ -293,7 +293,7 @@ mod tests {
     }
 
     /// Kernels of `linear` and `moe` that decoding, drafts and short prompts use with 4-bit and 8-bit weights.
-    const DECODE_KERNELS: [&str; 26] = [
+    const DECODE_KERNELS: [&str; 27] = [
         "gemm_short_16",
         "gemm_short_32",
         "gemm_short_64",
@@ -310,6 +310,7 @@ mod tests {
         "gemv_tiles_16",
         "gemv_tiles_pair_4",
         "gemv_tiles_pair_8",
+        "gemv_tiles_trio_8",
         "gemv_tiles_pair_conv",
         "gemv_tiles_wide_16",
         "gemv_tiles_conv",

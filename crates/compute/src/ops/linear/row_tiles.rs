@@ -39,6 +39,7 @@ fn kernel(tokens: usize, width: usize) -> (&'static str, usize, usize, usize) {
     match tokens {
         0..=4 if is_middle => ("gemv_tiles_pair_4", 4, 2, 8),
         0..=4 => ("gemv_tiles_4", 4, 1, 8),
+        5..=8 if (20_481..=65_536).contains(&width) => ("gemv_tiles_trio_8", 8, 3, 4),
         5..=8 if width > 4096 => ("gemv_tiles_pair_8", 8, 2, 8),
         5..=8 => ("gemv_tiles_8", 8, 1, 8),
         _ if width > 8192 && !is_middle => ("gemv_tiles_wide_16", 16, 2, 4),
