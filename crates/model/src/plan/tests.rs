@@ -15,9 +15,16 @@ fn limits() -> MachineLimits {
     MachineLimits { ram: Some(64 * GIB), gpu: None, cgroup: None, process: 100 << 20 }
 }
 
+fn limited(limit: u64) -> PlanOptions {
+    PlanOptions { limit: Some(limit), ..PlanOptions::default() }
+}
+
+fn plan_of(footprint: &ModelFootprint, options: PlanOptions) -> Plan {
+    Plan::new(footprint, &limits(), &options).unwrap()
+}
+
 fn plan(limit: u64) -> Plan {
-    let options = PlanOptions { limit: Some(limit), ..PlanOptions::default() };
-    Plan::new(&model_35b(), &limits(), &options).unwrap()
+    plan_of(&model_35b(), limited(limit))
 }
 
 #[test]
@@ -67,17 +74,14 @@ fn model_that_does_not_fit_streams() {
 #[test]
 fn refusal_states_sum_and_sufficient_limit() {
     for (serving, asked) in [(false, 2 * GIB), (true, 2 * GIB), (true, MIB)] {
-        let options = PlanOptions { limit: Some(asked), serving, ..PlanOptions::default() };
-        let text = Plan::new(&model_35b(), &limits(), &options).unwrap_err().to_string();
+        let options = |limit| PlanOptions { serving, ..limited(limit) };
+        let text = Plan::new(&model_35b(), &limits(), &options(asked)).unwrap_err().to_string();
         assert!(text.contains(&format!("{} (--memory-limit)", Size(asked))), "{text}");
         assert!(text.contains("320 expert slots (40 layers x 8 experts a token)"), "{text}");
         let advice = text.split("--memory-limit ").nth(1).and_then(|t| t.split('M').next()).unwrap();
         let advice: u64 = advice.parse::<u64>().unwrap() << 20;
-        let fits = |limit, process| {
-            let limits = MachineLimits { process, ..limits() };
-            Plan::new(&model_35b(), &limits, &PlanOptions { limit: Some(limit), serving, ..PlanOptions::default() })
-                .is_ok()
-        };
+        let fits =
+            |limit, process| Plan::new(&model_35b(), &MachineLimits { process, ..limits() }, &options(limit)).is_ok();
         // The process may take a little more memory at the next start.
         assert!(fits(advice, limits().process + 6 * MIB), "{text}");
         assert!(!fits(advice - 8 * MIB, limits().process), "{text}");
@@ -110,7 +114,7 @@ fn small() -> ModelFootprint {
 #[test]
 fn parts_match_hand_computed_plan() {
     let limits = MachineLimits { ram: Some(GIB), gpu: None, cgroup: None, process: 10 * MIB };
-    let options = PlanOptions { limit: Some(320 * MIB), serving: true, ..PlanOptions::default() };
+    let options = PlanOptions { serving: true, ..limited(320 * MIB) };
     let plan = Plan::new(&small(), &limits, &options).unwrap();
     // The smallest plan has 171 MiB: process 10, trunk 100, state 3, workspace 5, draft 7, requests 20, 8 slots of 2
     // MiB, 4096 tokens of 2 KiB (keys, values and draft), and 256 rows of 8 KiB (workspace and draft). Of the other 149
@@ -152,19 +156,14 @@ fn parts_match_hand_computed_plan() {
     assert_eq!((plan.prompt_cache, plan.slots), (6 * MIB, 8 + (129 * MIB - 143 * MIB / 16) as usize / (2 << 20)));
 
     // Without memory for requests, the smallest plan has 151 MiB. 1/8 of the other 64 MiB is enough for 1024 rows.
-    let plan = Plan::new(&small(), &limits, &PlanOptions { limit: Some(215 * MIB), ..PlanOptions::default() }).unwrap();
+    let plan = Plan::new(&small(), &limits, &limited(215 * MIB)).unwrap();
     assert_eq!(plan.chunk, 256 + 1024);
 }
 
 #[test]
 fn pages_cover_context_and_quarter_of_cache() {
-    let options = PlanOptions {
-        limit: Some(320 * MIB),
-        context: Some(4096),
-        prompt_cache: Some(6 * MIB),
-        ..PlanOptions::default()
-    };
-    let plan = Plan::new(&small(), &limits(), &options).unwrap();
+    let options = PlanOptions { context: Some(4096), prompt_cache: Some(6 * MIB), ..limited(320 * MIB) };
+    let plan = plan_of(&small(), options);
     // A page has 256 positions of 1024 bytes. There are 16 pages for the context, and 6 pages in 1.5 MiB of the prompt
     // cache.
     assert_eq!((plan.kv, plan.pages(256 * 1024), plan.states(MIB)), (4 * MIB, 16 + 6, 4));
@@ -173,14 +172,13 @@ fn pages_cover_context_and_quarter_of_cache() {
 
 #[test]
 fn streaming_plan_bounds_context_and_chunk() {
-    let options = PlanOptions { limit: Some(4 * GIB), ..PlanOptions::default() };
-    let plan = Plan::new(&ModelFootprint { experts: 4096, ..small() }, &limits(), &options).unwrap();
+    let plan = plan_of(&ModelFootprint { experts: 4096, ..small() }, limited(4 * GIB));
     assert_eq!((plan.strategy, plan.context, plan.chunk), (Strategy::Streaming, 32768, 2048));
 }
 
 #[test]
 fn refusal_names_only_parts_that_exist() {
-    let options = PlanOptions { limit: Some(100 * MIB), ..PlanOptions::default() };
+    let options = limited(100 * MIB);
     let why = |footprint: &ModelFootprint, options: &PlanOptions| {
         Plan::new(footprint, &limits(), options).unwrap_err().to_string()
     };
@@ -194,18 +192,16 @@ fn refusal_names_only_parts_that_exist() {
 
 #[test]
 fn stream_experts_switch_forces_strategy() {
-    let mut options = PlanOptions { limit: Some(40 * GIB), stream: Some(true), ..PlanOptions::default() };
-    let on = Plan::new(&model_35b(), &limits(), &options).unwrap();
+    let on = plan_of(&model_35b(), PlanOptions { stream: Some(true), ..limited(40 * GIB) });
     assert_eq!((on.strategy, on.slots), (Strategy::Streaming, 40 * 256));
-    options = PlanOptions { limit: Some(8 * GIB), stream: Some(false), ..PlanOptions::default() };
+    let options = PlanOptions { stream: Some(false), ..limited(8 * GIB) };
     let text = Plan::new(&model_35b(), &limits(), &options).unwrap_err().to_string();
     assert!(text.contains("all of them") && text.ends_with("or --stream-experts auto"), "{text}");
 }
 
 #[test]
 fn buffered_reads_leave_memory_to_page_cache() {
-    let options = PlanOptions { limit: Some(8 * GIB), buffered: true, ..PlanOptions::default() };
-    let plan = Plan::new(&model_35b(), &limits(), &options).unwrap();
+    let plan = plan_of(&model_35b(), PlanOptions { buffered: true, ..limited(8 * GIB) });
     assert_eq!(plan.slots, 2 * 320);
     assert!(plan.page_cache > 4 * GIB);
     assert_eq!(plan.total() + plan.page_cache, plan.limit);
@@ -215,16 +211,12 @@ fn buffered_reads_leave_memory_to_page_cache() {
 fn page_cache_holds_experts_outside_limit() {
     // All experts together have 16.9 GiB.
     let holds = |limit: u64, machine: MachineLimits| {
-        let options = PlanOptions { limit: Some(limit), ..PlanOptions::default() };
-        let plan = Plan::new(&model_35b(), &machine, &options).unwrap();
+        let plan = Plan::new(&model_35b(), &machine, &limited(limit)).unwrap();
         plan.page_cache_holds_experts(&model_35b(), &machine)
     };
     for (ram, limit, expected) in [(64, 8, true), (32, 8, true), (30, 8, false), (24, 8, false)] {
-        assert_eq!(
-            holds(limit * GIB, MachineLimits { ram: Some(ram * GIB), ..limits() }),
-            expected,
-            "{limit} of {ram} GiB"
-        );
+        let machine = MachineLimits { ram: Some(ram * GIB), ..limits() };
+        assert_eq!(holds(limit * GIB, machine), expected, "{limit} of {ram} GiB");
     }
     assert!(!holds(8 * GIB, MachineLimits { cgroup: Some(12 * GIB), ..limits() }));
     assert!(!holds(40 * GIB, MachineLimits { ram: Some(128 * GIB), ..limits() }), "the model is resident");
@@ -232,21 +224,19 @@ fn page_cache_holds_experts_outside_limit() {
 
 #[test]
 fn sequences_multiply_kv_and_state() {
-    let options = PlanOptions { limit: Some(8 * GIB), context: Some(8192), ..PlanOptions::default() };
-    let one = Plan::new(&model_35b(), &limits(), &options).unwrap();
-    let three = Plan::new(&model_35b(), &limits(), &PlanOptions { sequences: 3, ..options }).unwrap();
+    let options = PlanOptions { context: Some(8192), ..limited(8 * GIB) };
+    let at = |sequences| plan_of(&model_35b(), PlanOptions { sequences, ..options });
+    let (one, three) = (plan_of(&model_35b(), options), at(3));
     assert_eq!((three.kv, three.state), (3 * one.kv, 3 * one.state));
     assert!(three.slots < one.slots && three.total() <= three.limit);
-    assert_eq!(Plan::new(&model_35b(), &limits(), &PlanOptions { sequences: 1, ..options }).unwrap(), one);
+    assert_eq!(at(1), one);
 }
 
 #[test]
 fn each_parallel_request_takes_a_state() {
-    let options = PlanOptions { limit: Some(8 * GIB), chunk: Some(256), ..PlanOptions::default() };
-    let at =
-        |count| Plan::new(&small(), &limits(), &PlanOptions { parallel: Parallel::Count(count), ..options }).unwrap();
-    let one = at(1);
-    let three = at(3);
+    let options = PlanOptions { chunk: Some(256), ..limited(8 * GIB) };
+    let at = |count| plan_of(&small(), PlanOptions { parallel: Parallel::Count(count), ..options });
+    let (one, three) = (at(1), at(3));
     assert_eq!((one.parallel, three.parallel), (1, 3));
     assert_eq!(three.state, one.state + 2 * 4 * MIB);
     assert_eq!(three.workspace, one.workspace + 2 * 256 * 1024);
@@ -256,22 +246,18 @@ fn each_parallel_request_takes_a_state() {
 
 #[test]
 fn auto_parallel_follows_free_memory() {
-    let at = |footprint: &ModelFootprint, limit| {
-        let options = PlanOptions { limit: Some(limit), parallel: Parallel::Auto, ..PlanOptions::default() };
-        Plan::new(footprint, &limits(), &options).unwrap()
-    };
+    let at = |limit| plan_of(&model_35b(), PlanOptions { parallel: Parallel::Auto, ..limited(limit) });
     // The four cases: resident with at least an eighth of the limit free, resident with less memory free, streaming,
     // and a small limit.
     let limits_in_mib = [48 << 10, 23 << 10, 8 << 10, 2300];
-    assert_eq!(limits_in_mib.map(|mib| at(&model_35b(), mib * MIB).parallel), [4, 2, 2, 1]);
-    let one = PlanOptions { limit: Some(23 * GIB), ..PlanOptions::default() };
-    assert_eq!(at(&model_35b(), 23 * GIB).slots, Plan::new(&model_35b(), &limits(), &one).unwrap().slots);
+    assert_eq!(limits_in_mib.map(|mib| at(mib * MIB).parallel), [4, 2, 2, 1]);
+    assert_eq!(at(23 * GIB).slots, plan(23 * GIB).slots);
 }
 
 #[test]
 fn dense_model_has_no_slots() {
     let footprint = ModelFootprint { expert: 0, slot: 0, layers: 0, experts: 0, experts_per_token: 0, ..model_35b() };
-    let plan = Plan::new(&footprint, &limits(), &PlanOptions::default()).unwrap();
+    let plan = plan_of(&footprint, PlanOptions::default());
     assert_eq!((plan.strategy, plan.slots, plan.experts), (Strategy::Resident, 0, 0));
 }
 
@@ -320,8 +306,8 @@ fn options() -> impl proptest::strategy::Strategy<Value = PlanOptions> {
 
 #[test]
 fn requests_are_reserved_only_when_serving() {
-    let options = |limit| PlanOptions { limit: Some(limit), serving: true, ..PlanOptions::default() };
-    let at = |limit| Plan::new(&model_35b(), &limits(), &options(limit)).unwrap();
+    let options = |limit| PlanOptions { serving: true, ..limited(limit) };
+    let at = |limit| plan_of(&model_35b(), options(limit));
     assert_eq!([3 * GIB, 40 * GIB].map(|limit| at(limit).requests), [128 << 20; 2]);
     let small = ModelFootprint { trunk: 1 << 20, layers: 0, experts: 0, state: 0, kv_per_token: 64, ..model_35b() };
     let at = |limit| Plan::new(&small, &MachineLimits { process: 1 << 20, ..limits() }, &options(limit)).unwrap();
@@ -331,17 +317,17 @@ fn requests_are_reserved_only_when_serving() {
 
 #[test]
 fn overflowing_sizes_are_refused() {
-    let limit = Some(8 * GIB);
+    let base = limited(8 * GIB);
     for options in [
-        PlanOptions { limit, context: Some(1 << 62), ..PlanOptions::default() },
-        PlanOptions { limit, chunk: Some(usize::MAX), ..PlanOptions::default() },
-        PlanOptions { limit, prompt_cache: Some(u64::MAX), ..PlanOptions::default() },
+        PlanOptions { context: Some(1 << 62), ..base },
+        PlanOptions { chunk: Some(usize::MAX), ..base },
+        PlanOptions { prompt_cache: Some(u64::MAX), ..base },
     ] {
         let refused = Plan::new(&model_35b(), &limits(), &options).unwrap_err().to_string();
         assert!(refused.contains("does not fit in 8.00 GiB"), "{refused}");
     }
     let vast = ModelFootprint { slot: u64::MAX / 2, ..model_35b() };
-    assert!(Plan::new(&vast, &limits(), &PlanOptions { limit, ..PlanOptions::default() }).is_err());
+    assert!(Plan::new(&vast, &limits(), &base).is_err());
 }
 
 proptest! {

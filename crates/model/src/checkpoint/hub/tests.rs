@@ -48,9 +48,35 @@ fn hub_of(hub: &TestHub, home: &Path) -> Hub {
     }
 }
 
-/// A hub with [`model`], and an empty directory for downloads.
-fn hub_and_home() -> (TestHub, tempfile::TempDir) {
-    (TestHub::new(&model()), tempfile::tempdir().unwrap())
+/// A hub with [`model`], an empty directory for downloads, and a client.
+fn hub_and_client() -> (TestHub, tempfile::TempDir, Hub) {
+    let (hub, home) = (TestHub::new(&model()), tempfile::tempdir().unwrap());
+    let client = hub_of(&hub, home.path());
+    (hub, home, client)
+}
+
+/// As [`hub_and_client`], with pieces of 20,000 bytes. The first shard has fifteen pieces.
+fn hub_with_pieces() -> (TestHub, tempfile::TempDir, Hub) {
+    let (hub, home, client) = hub_and_client();
+    (hub, home, Hub { piece_bytes: 20_000, ..client })
+}
+
+/// Makes the next download of the second shard fail after 70,000 bytes.
+fn break_second_shard(state: &mut HubState) {
+    state.disconnects = vec![("model-2.safetensors".into(), 70_000)];
+    state.disconnects.extend(vec![("model-2.safetensors".to_string(), 0); MAX_ATTEMPTS as usize + 1]);
+}
+
+/// Lets downloads succeed again, and forgets what was requested and sent.
+fn restart(state: &mut HubState) {
+    state.disconnects.clear();
+    state.requested.clear();
+    state.lengths.clear();
+    state.bytes_per_second = None;
+}
+
+fn blobs(home: &tempfile::TempDir) -> PathBuf {
+    home.path().join("hub/models--org--name/blobs")
 }
 
 /// Downloads the model, of which all files must be complete then. Returns its directory.
@@ -89,8 +115,7 @@ fn is_pulled(dir: &Path) -> bool {
 
 #[test]
 fn second_pull_requests_only_the_listing() {
-    let (hub, home) = hub_and_home();
-    let client = hub_of(&hub, home.path());
+    let (hub, home, client) = hub_and_client();
     assert!(client.local("org/name").is_none());
     let steps = Mutex::new(Vec::new());
     let dir = client.pull("org/name", "main", &|now| steps.lock().unwrap().push((now.on_disk, now.total))).unwrap();
@@ -111,30 +136,23 @@ fn second_pull_requests_only_the_listing() {
 
 #[test]
 fn broken_connection_is_resumed() {
-    let (hub, home) = hub_and_home();
+    let (hub, _home, client) = hub_and_client();
     hub.change(|state| {
         state.disconnects = vec![("model-1.safetensors".into(), 100_000), ("model-1.safetensors".into(), 50_000)];
         state.statuses = vec![503, 429];
     });
-    pull(&hub_of(&hub, home.path()));
+    pull(&client);
     assert_eq!(hub.starts("model-1.safetensors"), [0, 100_000, 150_000]);
 }
 
 #[test]
 fn next_run_resumes_the_download() {
-    let (hub, home) = hub_and_home();
-    let client = hub_of(&hub, home.path());
-    hub.change(|state| {
-        state.disconnects = vec![("model-2.safetensors".into(), 70_000)];
-        state.disconnects.extend(vec![("model-2.safetensors".to_string(), 0); MAX_ATTEMPTS as usize + 1]);
-    });
+    let (hub, _home, client) = hub_and_client();
+    hub.change(break_second_shard);
     let text = pull_error(&client);
     assert!(text.contains("model-2.safetensors"), "{text}");
     assert!(client.local("org/name").is_none(), "an incomplete model is not found");
-    hub.change(|state| {
-        state.disconnects.clear();
-        state.requested.clear();
-    });
+    hub.change(restart);
     pull(&client);
     assert_eq!(hub.starts("model-2.safetensors"), [70_000]);
     assert_eq!(hub.starts("model-1.safetensors"), [0; 0]);
@@ -143,12 +161,11 @@ fn next_run_resumes_the_download() {
 
 #[test]
 fn blobs_of_other_revisions_are_reused() {
-    let (hub, home) = hub_and_home();
-    let client = hub_of(&hub, home.path());
+    let (hub, home, client) = hub_and_client();
     let dir = client.pull("org/name", "main", &|_| ()).unwrap();
     fs::rename(&dir, dir.with_file_name("0ld")).unwrap();
     // This is the state on disk if the process was killed between the last byte and the rename.
-    let blob = home.path().join("hub/models--org--name/blobs").join(hash(&noise(1, 300_000)));
+    let blob = blobs(&home).join(hash(&noise(1, 300_000)));
     fs::rename(&blob, blob.with_extension("part")).unwrap();
     hub.change(|state| state.requested.clear());
     pull(&client);
@@ -158,9 +175,8 @@ fn blobs_of_other_revisions_are_reused() {
 
 #[test]
 fn listing_without_sizes_is_enough() {
-    let (hub, home) = hub_and_home();
+    let (hub, _home, client) = hub_and_client();
     hub.change(|state| state.hides_sizes = true);
-    let client = hub_of(&hub, home.path());
     pull(&client);
     let before = hub.state.lock().unwrap().requested.len();
     pull(&client);
@@ -177,13 +193,12 @@ fn wrong_ranges_and_longer_files_fail() {
         state.disconnects = Vec::new();
     }];
     for change in changes {
-        let (hub, home) = hub_and_home();
+        let (hub, home, client) = hub_and_client();
         hub.change(|state| state.disconnects = vec![("model-1.safetensors".into(), 100_000)]);
         hub.change(change);
-        let error = pull_error(&hub_of(&hub, home.path()));
+        let error = pull_error(&client);
         assert!(error.contains(&format!("{} sent ", hub.endpoint)), "{error}");
-        let blobs = home.path().join("hub/models--org--name/blobs");
-        let largest = fs::read_dir(blobs).unwrap().map(|entry| entry.unwrap().metadata().unwrap().len()).max();
+        let largest = fs::read_dir(blobs(&home)).unwrap().map(|entry| entry.unwrap().metadata().unwrap().len()).max();
         assert!(largest.unwrap() <= 300_000);
     }
 }
@@ -191,27 +206,27 @@ fn wrong_ranges_and_longer_files_fail() {
 #[test]
 fn responses_without_content_range_are_enough() {
     for hides_sizes in [false, true] {
-        let (hub, home) = hub_and_home();
+        let (hub, _home, client) = hub_with_pieces();
         hub.change(|state| {
             state.hides_ranges = true;
             state.hides_sizes = hides_sizes;
             state.disconnects = vec![("model-1.safetensors".into(), 7_000)];
         });
-        pull(&hub_with_pieces(&hub, home.path()));
+        pull(&client);
     }
 }
 
 #[test]
 fn responses_that_hide_their_range_are_not_mixed_up() {
     for (hides_lengths, sends_whole_as_range) in [(true, false), (true, true), (false, true)] {
-        let (hub, home) = hub_and_home();
+        let (hub, _home, client) = hub_with_pieces();
         hub.change(|state| {
             state.hides_ranges = true;
             state.hides_lengths = hides_lengths;
             state.sends_whole_as_range = sends_whole_as_range;
             state.disconnects = vec![("model-1.safetensors".into(), 7_000), ("model-2.safetensors".into(), 70_000)];
         });
-        pull(&hub_with_pieces(&hub, home.path()));
+        pull(&client);
     }
 }
 
@@ -226,9 +241,8 @@ fn further_templates_are_pulled() {
 
 #[test]
 fn model_is_complete_without_unpublished_shards() {
-    let (hub, home) = hub_and_home();
+    let (hub, _home, client) = hub_and_client();
     hub.change(|state| _ = state.files.remove("model-2.safetensors"));
-    let client = hub_of(&hub, home.path());
     let dir = client.pull("org/name", "main", &|_| ()).unwrap();
     // The model is complete without a request, but not if a file of the repository is lost.
     assert_eq!(client.local("org/name").as_deref(), Some(&*dir));
@@ -238,8 +252,7 @@ fn model_is_complete_without_unpublished_shards() {
 
 #[test]
 fn wrong_checksum_fails_and_removes_file() {
-    let (hub, home) = hub_and_home();
-    let client = hub_of(&hub, home.path());
+    let (hub, _home, client) = hub_and_client();
     client.pull("org/name", "main", &|_| ()).unwrap();
     hub.change(|state| state.corrupts = true);
     let dir = client.local("org/name").unwrap();
@@ -254,8 +267,7 @@ fn wrong_checksum_fails_and_removes_file() {
 
 #[test]
 fn denied_requests_give_hints() {
-    let (hub, home) = hub_and_home();
-    let mut client = hub_of(&hub, home.path());
+    let (hub, _home, mut client) = hub_and_client();
     let text = client.pull("org/other", "main", &|_| ()).unwrap_err().to_string();
     assert!(text.contains("org/other: the hub has no such model"), "{text}");
     hub.change(|state| state.token = Some("another".into()));
@@ -272,19 +284,12 @@ fn denied_requests_give_hints() {
     assert!(client.local("org/name").is_some());
 }
 
-/// A hub with pieces of 20,000 bytes. The first shard has fifteen pieces.
-fn hub_with_pieces(hub: &TestHub, home: &Path) -> Hub {
-    Hub { piece_bytes: 20_000, ..hub_of(hub, home) }
-}
-
 #[test]
 fn pieces_are_transferred_in_parallel() {
-    let (hub, home) = hub_and_home();
+    let (hub, home, client) = hub_with_pieces();
     hub.change(|state| state.bytes_per_second = Some(100_000));
     let steps = Mutex::new(Vec::new());
-    let dir = hub_with_pieces(&hub, home.path())
-        .pull("org/name", "main", &|now| steps.lock().unwrap().push((now.on_disk, now.total)))
-        .unwrap();
+    let dir = client.pull("org/name", "main", &|now| steps.lock().unwrap().push((now.on_disk, now.total))).unwrap();
     assert!(is_pulled(&dir));
     let mut starts = hub.starts("model-1.safetensors");
     starts.sort_unstable();
@@ -294,15 +299,14 @@ fn pieces_are_transferred_in_parallel() {
     let steps = steps.into_inner().unwrap();
     assert!(steps.windows(2).all(|pair| pair[0].0 <= pair[1].0 && pair[0].1 == pair[1].1));
     assert_eq!(steps.last().unwrap().0, steps.last().unwrap().1);
-    let blobs = fs::read_dir(home.path().join("hub/models--org--name/blobs")).unwrap();
-    let left = blobs.map(|entry| entry.unwrap().path()).filter(|path| path.extension().is_some_and(|e| e != "lock"));
+    let left = fs::read_dir(blobs(&home)).unwrap();
+    let left = left.map(|entry| entry.unwrap().path()).filter(|path| path.extension().is_some_and(|e| e != "lock"));
     assert_eq!(left.count(), 0, "parts and maps are removed");
 }
 
 #[test]
 fn interrupted_pieces_resume_where_they_stopped() {
-    let (hub, home) = hub_and_home();
-    let client = hub_with_pieces(&hub, home.path());
+    let (hub, home, client) = hub_with_pieces();
     let one = "model-1.safetensors".to_string();
     hub.change(|state| {
         state.disconnects = (0..10).map(|n| (one.clone(), 19_000 - n * 7)).collect();
@@ -310,32 +314,26 @@ fn interrupted_pieces_resume_where_they_stopped() {
     });
     let text = pull_error(&client);
     assert!(text.contains("model-1.safetensors"), "{text}");
-    let blob = home.path().join("hub/models--org--name/blobs").join(hash(&noise(1, 300_000)));
+    let blob = blobs(&home).join(hash(&noise(1, 300_000)));
     let map: serde_json::Value = serde_json::from_slice(&fs::read(blob.with_extension("map")).unwrap()).unwrap();
-    let missing: u64 =
-        map["missing"].as_array().unwrap().iter().map(|r| r[1].as_u64().unwrap() - r[0].as_u64().unwrap()).sum();
-    assert!((1..300_000).contains(&missing), "{map}");
-    hub.change(|state| {
-        state.disconnects.clear();
-        state.requested.clear();
-    });
+    let missing: Vec<[u64; 2]> = serde_json::from_value(map["missing"].clone()).unwrap();
+    let count: u64 = missing.iter().map(|range| range[1] - range[0]).sum();
+    assert!((1..300_000).contains(&count), "{map}");
+    hub.change(restart);
     pull(&client);
-    let ranges = map["missing"].as_array().unwrap();
     let starts = hub.starts(&one);
-    let inside = |start: &usize| {
-        ranges.iter().any(|r| (r[0].as_u64().unwrap()..r[1].as_u64().unwrap()).contains(&(*start as u64)))
-    };
+    let inside = |start: &usize| missing.iter().any(|range| (range[0]..range[1]).contains(&(*start as u64)));
     assert!(!starts.is_empty() && starts.iter().all(inside), "{starts:?} of {map}: only missing ranges");
 }
 
 #[test]
 fn hub_without_ranges_sends_whole_files() {
-    let (hub, home) = hub_and_home();
+    let (hub, _home, client) = hub_with_pieces();
     hub.change(|state| {
         state.ignores_ranges = true;
         state.disconnects = vec![("model-2.safetensors".into(), 70_000)];
     });
-    pull(&hub_with_pieces(&hub, home.path()));
+    pull(&client);
     let times = |name| hub.state.lock().unwrap().requested.iter().filter(|(file, _)| file == name).count();
     assert_eq!((times("model-1.safetensors"), times("model-2.safetensors")), (1, 2), "an interrupted file restarts");
 }
@@ -345,13 +343,13 @@ fn pieces_of_two_versions_never_mix() {
     // If a file changes during its download, the part file mixes two versions. With a checksum, the final verification
     // fails. Without a checksum, the ETag shows the change, and the download of the file restarts.
     for hides_sizes in [false, true] {
-        let (hub, home) = hub_and_home();
+        let (hub, _home, client) = hub_with_pieces();
         let later = noise(77, 300_000);
         hub.change(|state| {
             state.hides_sizes = hides_sizes;
             state.changes = vec![("model-1.safetensors".into(), 4, later.clone())];
         });
-        let pulled = hub_with_pieces(&hub, home.path()).pull("org/name", "main", &|_| ());
+        let pulled = client.pull("org/name", "main", &|_| ());
         if hides_sizes {
             assert!(fs::read(pulled.unwrap().join("model-1.safetensors")).unwrap() == later)
         } else {
@@ -363,13 +361,11 @@ fn pieces_of_two_versions_never_mix() {
 
 #[test]
 fn concurrent_runs_download_each_piece_once() {
-    let (hub, home) = hub_and_home();
+    let (hub, home, _) = hub_with_pieces();
     hub.change(|state| state.bytes_per_second = Some(400_000));
     std::thread::scope(|scope| {
-        let run = || hub_with_pieces(&hub, home.path()).pull("org/name", "main", &|_| ()).unwrap();
-        let one = scope.spawn(run);
-        let two = scope.spawn(run);
-        assert!(is_pulled(&one.join().unwrap()) && is_pulled(&two.join().unwrap()));
+        let run = || pull(&Hub { piece_bytes: 20_000, ..hub_of(&hub, home.path()) });
+        (0..2).for_each(|_| drop(scope.spawn(run)));
     });
     let mut starts = hub.starts("model-1.safetensors");
     starts.sort_unstable();
@@ -380,9 +376,9 @@ fn concurrent_runs_download_each_piece_once() {
 #[test]
 fn oversized_small_file_is_rejected() {
     for (name, size) in [("config.json", 40 << 30), ("model.safetensors.index.json", 200 << 20)] {
-        let (hub, home) = hub_and_home();
+        let (hub, _home, client) = hub_and_client();
         hub.change(|state| _ = state.listed_sizes.insert(name.into(), size));
-        let text = pull_error(&hub_of(&hub, home.path()));
+        let text = pull_error(&client);
         assert!(text.contains(name) && text.contains("are allowed"), "{text}");
         assert!(hub.state.lock().unwrap().requested.is_empty(), "no file was requested");
     }
@@ -401,16 +397,13 @@ fn too_many_shards_are_rejected() {
 
 #[test]
 fn resumed_download_reports_received_bytes_only() {
-    let (hub, home) = hub_and_home();
+    let (hub, _home, client) = hub_and_client();
     hub.change(|state| state.disconnects = (0..10).map(|_| ("model-1.safetensors".to_string(), 0)).collect());
     hub.change(|state| state.disconnects.push(("model-1.safetensors".into(), 100_000)));
-    hub_of(&hub, home.path()).pull("org/name", "main", &|_| ()).unwrap_err();
-    hub.change(|state| {
-        state.disconnects.clear();
-        state.lengths.clear();
-    });
+    pull_error(&client);
+    hub.change(restart);
     let last = Mutex::new(None);
-    hub_of(&hub, home.path()).pull("org/name", "main", &|now| *last.lock().unwrap() = Some(now)).unwrap();
+    client.pull("org/name", "main", &|now| *last.lock().unwrap() = Some(now)).unwrap();
     let last = last.into_inner().unwrap().unwrap();
     let sent: usize = hub.state.lock().unwrap().lengths.iter().map(|(_, bytes)| bytes).sum();
     assert_eq!((last.on_disk, last.received), (last.total, sent as u64));
@@ -419,9 +412,8 @@ fn resumed_download_reports_received_bytes_only() {
 
 #[test]
 fn interrupted_download_saves_its_progress() {
-    let (hub, home) = hub_and_home();
+    let (hub, home, client) = hub_with_pieces();
     hub.change(|state| state.bytes_per_second = Some(50_000));
-    let client = hub_with_pieces(&hub, home.path());
     let received = Mutex::new(0);
     std::thread::scope(|scope| {
         let pull = scope.spawn(|| client.pull("org/name", "main", &|now| *received.lock().unwrap() = now.received));
@@ -432,12 +424,10 @@ fn interrupted_download_saves_its_progress() {
         assert!(pull.join().unwrap().unwrap_err().to_string().contains("interrupted"));
     });
     let received = *received.lock().unwrap();
-    hub.change(|state| {
-        state.bytes_per_second = None;
-        state.lengths.clear();
-    });
+    hub.change(restart);
     let resumed = Mutex::new(0);
-    let client = hub_with_pieces(&hub, home.path());
+    // The old client stays interrupted.
+    let client = Hub { piece_bytes: 20_000, ..hub_of(&hub, home.path()) };
     client.pull("org/name", "main", &|now| *resumed.lock().unwrap() = now.received).unwrap();
     let total: usize = model()[..5].iter().map(|(_, bytes)| bytes.len()).sum();
     let index = model()[2].1.len();
@@ -454,15 +444,11 @@ fn full_disk_is_reported_in_gigabytes() {
 
 #[test]
 fn files_of_unfinished_download_are_removed() {
-    let (hub, home) = hub_and_home();
-    let client = hub_of(&hub, home.path());
-    let blobs = home.path().join("hub/models--org--name/blobs");
+    let (hub, home, client) = hub_and_client();
+    let blobs = blobs(&home);
     let [first, second] = [noise(1, 300_000), noise(2, 200_000)].map(|bytes| blobs.join(hash(&bytes)));
-    hub.change(|state| {
-        state.disconnects = vec![("model-2.safetensors".into(), 70_000)];
-        state.disconnects.extend(vec![("model-2.safetensors".to_string(), 0); MAX_ATTEMPTS as usize + 1]);
-    });
-    client.pull("org/name", "main", &|_| ()).unwrap_err();
+    hub.change(break_second_shard);
+    pull_error(&client);
     let [unused] = client.unused().try_into().unwrap();
     assert_eq!((&*unused.id, &unused.dir), ("org/name", &blobs));
     assert!([first.clone(), second.with_extension("part")].iter().all(|file| unused.files.contains(file)));
