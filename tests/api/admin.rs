@@ -3,16 +3,10 @@
 
 use super::{
     client::{Answer, stable},
-    server::{Server, Setup, with},
+    server::{CHAT, Server, Setup, chat, streamed, with},
 };
 use serde_json::{Value, json};
 use std::time::Duration;
-
-const CHAT: &str = "/v1/chat/completions";
-
-fn question() -> Value {
-    json!({"messages": [{"role": "user", "content": "Hi"}]})
-}
 
 #[tokio::test]
 async fn health_describes_model_and_queue() {
@@ -34,7 +28,7 @@ async fn server_without_model_answers_loading() {
     let answer = server.get("/health").await;
     assert_eq!((answer.status, answer.json().await["status"].clone()), (503, json!("loading")));
     assert_eq!(server.get("/metrics").await.status, 200);
-    for (path, body) in [(CHAT, question()), ("/tokenize", json!({"prompt": "x"}))] {
+    for (path, body) in [(CHAT, chat("Hi")), ("/tokenize", json!({"prompt": "x"}))] {
         let answer = server.post(path, &body).await;
         assert_eq!(answer.status, 503);
         assert!(answer.header("retry-after").is_some());
@@ -83,21 +77,18 @@ async fn tokenize_and_detokenize() {
     assert_eq!(server.ask("/detokenize", &json!({"tokens": tokens})).await, json!({"prompt": text, "content": text}));
     assert_eq!(server.ask("/tokenize", &json!({"content": text})).await["tokens"], answer["tokens"]);
 
-    let chat = json!({"messages": [{"role": "user", "content": "Hi"}]});
-    let answer = server.ask("/tokenize", &chat).await;
+    let hi = chat("Hi");
+    let answer = server.ask("/tokenize", &hi).await;
     assert_eq!(answer["token_strs"], Value::Null);
-    let rendered = server.ask("/detokenize", &json!({"tokens": answer["tokens"]})).await;
-    assert_eq!(rendered["prompt"], "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n");
-    let asked = server.ask(CHAT, &chat).await;
+    let rendered = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n";
+    assert_eq!(server.prompt(&hi).await, rendered);
+    let asked = server.ask(CHAT, &hi).await;
     assert_eq!(asked["usage"]["prompt_tokens"], answer["count"], "the prompt of the chat endpoint");
 
-    let mut quiet = chat.clone();
-    quiet["chat_template_kwargs"] = json!({"enable_thinking": false});
-    quiet["add_generation_prompt"] = json!(false);
-    quiet["tools"] = json!([{"type": "function", "function": {"name": "f"}}]);
-    let answer = server.ask("/tokenize", &quiet).await;
-    let rendered = server.ask("/detokenize", &json!({"tokens": answer["tokens"]})).await;
-    let rendered = rendered["prompt"].as_str().unwrap();
+    let tools = json!([{"type": "function", "function": {"name": "f"}}]);
+    let quiet = json!({"chat_template_kwargs": {"enable_thinking": false}, "add_generation_prompt": false,
+                       "tools": tools});
+    let rendered = server.prompt(&with(hi, quiet)).await;
     assert!(rendered.starts_with("<|im_start|>system\n# Tools") && rendered.ends_with("Hi<|im_end|>\n"), "{rendered}");
 }
 
@@ -116,10 +107,8 @@ async fn every_documented_operation_is_served() {
             let status = answer.status;
             // A response with status 204 has no body.
             let text = if status == 204 { String::new() } else { answer.text().await };
-            assert!(
-                !text.contains("Unknown path") && status != 405 && status < 500,
-                "{method} {path}: {status} {text}"
-            );
+            let is_served = !text.contains("Unknown path") && status != 405 && status < 500;
+            assert!(is_served, "{method} {path}: {status} {text}");
         }
     }
 }
@@ -127,7 +116,7 @@ async fn every_documented_operation_is_served() {
 #[tokio::test]
 async fn metrics_count_requests_and_tokens() {
     let server = Server::saying("</think>\n\nHello, you.").await;
-    let usage = server.ask(CHAT, &question()).await["usage"].clone();
+    let usage = server.ask(CHAT, &chat("Hi")).await["usage"].clone();
     server.post(CHAT, &json!({"messages": []})).await;
     server.get("/nowhere").await;
     // A request is counted after its last byte was sent.
@@ -216,7 +205,7 @@ async fn health_hides_paths_without_the_key() {
     let says = Some("</think>\n\nHello to you.");
     let server = Setup { says, api_key: Some("secret"), fails_on: Some(" you"), ..Setup::default() }.start().await;
     let key = ("x-api-key", "secret");
-    assert_eq!(server.send("POST", CHAT, &[key], Some(question().to_string().as_bytes())).await.status, 500);
+    assert_eq!(server.send("POST", CHAT, &[key], Some(chat("Hi").to_string().as_bytes())).await.status, 500);
     for (headers, is_shown) in [(&[][..], false), (&[key], true)] {
         let health = server.send("GET", "/health", headers, None).await.json().await;
         assert_eq!(health["status"], "degraded");
@@ -244,11 +233,8 @@ async fn cors_headers_follow_configuration() {
     assert!(preflight.header("access-control-allow-methods").unwrap().contains("POST"));
     let refused = server.send("POST", CHAT, &[origin], Some(b"{}")).await;
     assert_eq!(refused.status, 401);
-    assert_eq!(
-        refused.header("access-control-allow-origin"),
-        Some("http://app.example"),
-        "so that the page can read the error"
-    );
+    // With this header, the page can read the error.
+    assert_eq!(refused.header("access-control-allow-origin"), Some("http://app.example"));
 
     let any = Setup { cors: Some("*"), ..Setup::default() }.start().await;
     assert_eq!(any.send("GET", "/health", &[origin], None).await.header("access-control-allow-origin"), Some("*"));
@@ -284,20 +270,12 @@ async fn unknown_paths_and_methods_are_refused() {
 async fn path_spellings_are_equivalent() {
     let server = Server::saying("</think>\n\nHello.").await;
     for path in ["/chat/completions", "/chat/completions/", "/v1/chat/completions/"] {
-        let answer = server.ask(path, &question()).await;
+        let answer = server.ask(path, &chat("Hi")).await;
         assert_eq!(answer["choices"][0]["message"]["content"], "Hello.", "{path}");
     }
-    for path in [
-        "/models",
-        "/models/",
-        "/v1/models/",
-        "/models/mock",
-        "/v1/models/mock/",
-        "/api/v0/models/",
-        "/v1/health",
-        "/v1/health/",
-        "/v1/metrics",
-    ] {
+    let gets = "/models /models/ /v1/models/ /models/mock /v1/models/mock/ /api/v0/models/ /v1/health /v1/health/ \
+        /v1/metrics";
+    for path in gets.split(' ') {
         assert_eq!(server.get(path).await.status, 200, "{path}");
     }
     // One label for all spellings.
@@ -307,7 +285,7 @@ async fn path_spellings_are_equivalent() {
 #[tokio::test]
 async fn every_response_has_a_request_id() {
     let server = Server::saying("Hello.").await;
-    let id = |answer: &super::client::Answer| answer.header("x-request-id").unwrap().to_owned();
+    let id = |answer: &Answer| answer.header("x-request-id").unwrap().to_owned();
     let (first, second) = (id(&server.get("/health").await), id(&server.get("/nowhere").await));
     assert!(first.starts_with("req_") && second.starts_with("req_") && first != second);
     assert_eq!(id(&server.send("GET", "/health", &[("x-request-id", "mine-1")], None).await), "mine-1");
@@ -318,9 +296,7 @@ async fn every_response_has_a_request_id() {
 async fn model_name_may_be_any_word() {
     let server = Server::saying("</think>\n\nHello.").await;
     for (name, status) in [("default", 200), ("org/Mock", 200), ("org/macaw", 404)] {
-        let mut body = question();
-        body["model"] = name.into();
-        let answer = server.post(CHAT, &body).await;
+        let answer = server.post(CHAT, &with(chat("Hi"), json!({"model": name}))).await;
         assert_eq!(answer.status, status, "{name}");
         let body = answer.json().await;
         match status {
@@ -333,8 +309,7 @@ async fn model_name_may_be_any_word() {
 #[tokio::test]
 async fn full_queue_answers_429() {
     let server = Setup { says: Some("x"), max_queue: 1, stops_at: 0, ..Setup::default() }.start().await;
-    let mut body = question();
-    body["stream"] = true.into();
+    let body = streamed(&chat("Hi"));
     let running = server.post(CHAT, &body).await;
     server.load(1, 0).await;
     let waiting = server.post(CHAT, &body).await;
@@ -357,7 +332,7 @@ async fn full_queue_answers_429() {
 async fn drain_with_running_request(grace: Duration) -> (Server, Answer) {
     const SAYS: &str = "</think>\n\none two three four five six seven eight nine ten";
     let mut server = Setup { says: Some(SAYS), stops_at: 1, grace, ..Setup::default() }.start().await;
-    let running = server.post(CHAT, &with(question(), json!({"stream": true}))).await;
+    let running = server.post(CHAT, &streamed(&chat("Hi"))).await;
     server.load(1, 0).await;
     server.shut_down();
     for _ in 0..6000 {
@@ -372,9 +347,7 @@ async fn drain_with_running_request(grace: Duration) -> (Server, Answer) {
 #[tokio::test]
 async fn shutdown_finishes_running_requests() {
     let (server, running) = drain_with_running_request(Duration::from_secs(60)).await;
-    let refused = server.post(CHAT, &question()).await;
-    assert_eq!(refused.status, 503);
-    assert_eq!(refused.json().await["error"]["code"], "shutting_down");
+    assert_eq!(server.refused(CHAT, &chat("Hi"), 503).await["code"], "shutting_down");
     server.resume();
     assert!(running.text().await.ends_with("data: [DONE]\n\n"));
     server.wait_for_end().await;

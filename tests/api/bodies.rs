@@ -1,11 +1,9 @@
 //! Tests of compressed request bodies.
 
-use super::server::{Server, Setup};
+use super::server::{CHAT, Server, Setup, chat, little_memory};
 use flate2::{Compression, write::GzEncoder};
 use serde_json::{Value, json};
 use std::io::Write;
-
-const CHAT: &str = "/v1/chat/completions";
 
 fn gzip(bytes: &[u8]) -> Vec<u8> {
     let mut encoder = GzEncoder::new(Vec::new(), Compression::best());
@@ -19,7 +17,7 @@ async fn status(server: &Server, encoding: &str, body: &[u8]) -> (u16, Value) {
 }
 
 fn question() -> Vec<u8> {
-    json!({"messages": [{"role": "user", "content": "Hi"}]}).to_string().into_bytes()
+    chat("Hi").to_string().into_bytes()
 }
 
 #[tokio::test]
@@ -58,7 +56,7 @@ async fn decompressed_size_is_limited() {
 #[tokio::test]
 async fn decompressed_bytes_count_as_request_memory() {
     // The body is within the size limit but exceeds the memory of requests.
-    let server = Setup { configure: |state| state.memory.set_plan(12 << 20), ..Setup::default() }.start().await;
+    let server = Setup { configure: little_memory, ..Setup::default() }.start().await;
     let body = gzip(&vec![b' '; 8 << 20]);
     assert!(body.len() < 64 << 10);
     let (code, answer) = status(&server, "gzip", &body).await;

@@ -1,14 +1,12 @@
 //! Tests of `/v1/chat/completions`.
 
 use super::{
-    client::{events, stable},
-    server::{Server, Setup, with},
+    client::stable,
+    server::{CHAT, COMPLETIONS, MESSAGES, RESPONSES, Server, Setup, with},
 };
 use moestro::http::RequestLimits;
 use serde_json::{Value, json};
 use std::time::Duration;
-
-const PATH: &str = "/v1/chat/completions";
 
 const THINKS: &str = "I need to compute 12 + 7. That is 19.\n</think>\n\n12 + 7 = 19.";
 
@@ -48,14 +46,14 @@ fn check_stream(chunks: &[Value]) {
 #[tokio::test]
 async fn body_has_reasoning_and_content() {
     let server = Server::saying(THINKS).await;
-    insta::assert_json_snapshot!(stable(server.ask(PATH, &question()).await));
+    insta::assert_json_snapshot!(stable(server.ask(CHAT, &question()).await));
 }
 
 #[tokio::test]
 async fn stream_has_one_chunk_per_token() {
     let server = Server::saying(THINKS).await;
-    let body = with(question(), json!({"stream": true, "stream_options": {"include_usage": true}}));
-    let chunks = server.stream(PATH, &body).await;
+    let body = with(question(), json!({"stream_options": {"include_usage": true}}));
+    let chunks = server.stream(CHAT, &body).await;
     check_stream(&chunks);
     assert_eq!(joined(&chunks, "reasoning_content"), "I need to compute 12 + 7. That is 19.");
     assert_eq!(joined(&chunks, "content"), "12 + 7 = 19.");
@@ -65,26 +63,17 @@ async fn stream_has_one_chunk_per_token() {
 }
 
 #[tokio::test]
-async fn stream_without_include_usage_has_none() {
-    let server = Server::saying(THINKS).await;
-    let chunks = server.stream(PATH, &with(question(), json!({"stream": true}))).await;
-    check_stream(&chunks);
-    assert!(chunks.iter().all(|chunk| chunk.get("usage").is_none()));
-}
-
-#[tokio::test]
 async fn stream_equals_body() {
     for says in [THINKS, CALLS, "</think>\n\nÄrger mit 日本語 und 🦀!", ""] {
         let server = Server::saying(says).await;
         let body = with(question(), tools());
-        let message = server.ask(PATH, &body).await["choices"][0].clone();
-        let chunks = server.stream(PATH, &with(body, json!({"stream": true}))).await;
+        let message = server.ask(CHAT, &body).await["choices"][0].clone();
+        let chunks = server.stream(CHAT, &body).await;
         check_stream(&chunks);
-        assert_eq!(joined(&chunks, "content"), message["message"]["content"].as_str().unwrap_or(""));
-        assert_eq!(
-            joined(&chunks, "reasoning_content"),
-            message["message"]["reasoning_content"].as_str().unwrap_or("")
-        );
+        assert!(chunks.iter().all(|chunk| chunk.get("usage").is_none()), "usage was not requested");
+        for part in ["content", "reasoning_content"] {
+            assert_eq!(joined(&chunks, part), message["message"][part].as_str().unwrap_or(""), "{part}");
+        }
         assert_eq!(chunks.last().unwrap()["choices"][0]["finish_reason"], message["finish_reason"]);
     }
 }
@@ -93,9 +82,9 @@ async fn stream_equals_body() {
 async fn tool_call_has_name_and_arguments() {
     let server = Server::saying(CALLS).await;
     let body = with(question(), tools());
-    insta::assert_json_snapshot!("tool_call", stable(server.ask(PATH, &body).await));
+    insta::assert_json_snapshot!("tool_call", stable(server.ask(CHAT, &body).await));
 
-    let chunks = server.stream(PATH, &with(body, json!({"stream": true}))).await;
+    let chunks = server.stream(CHAT, &body).await;
     check_stream(&chunks);
     let calls: Vec<_> =
         chunks.iter().filter_map(|chunk| chunk["choices"][0]["delta"]["tool_calls"].get(0).cloned()).collect();
@@ -116,7 +105,7 @@ async fn parallel_tool_calls_limits_calls() {
     let function = |name| json!({"type": "function", "function": {"name": name}});
     let body = with(question(), json!({"tools": [function("f"), function("g")]}));
     let count = async |more| {
-        let choice = server.ask(PATH, &with(body.clone(), more)).await["choices"][0].clone();
+        let choice = server.ask(CHAT, &with(body.clone(), more)).await["choices"][0].clone();
         let calls = choice["message"]["tool_calls"].as_array().map_or(0, Vec::len);
         (calls, choice["finish_reason"].as_str().unwrap().to_owned())
     };
@@ -131,7 +120,7 @@ async fn tool_choice_none_keeps_the_prompt() {
     let server = Server::saying(THINKS).await;
     let body = with(with(question(), tools()), json!({"max_tokens": 1}));
     let prompt_tokens =
-        async |more| server.ask(PATH, &with(body.clone(), more)).await["usage"]["prompt_tokens"].clone();
+        async |more| server.ask(CHAT, &with(body.clone(), more)).await["usage"]["prompt_tokens"].clone();
     assert_eq!(prompt_tokens(json!({"tool_choice": "none"})).await, prompt_tokens(json!({})).await);
 }
 
@@ -144,7 +133,7 @@ async fn truncated_call_can_be_sent_back() {
         {"role": "assistant", "content": null, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c", "content": "invalid JSON"},
     ]);
-    assert_eq!(server.post(PATH, &json!({"messages": messages})).await.status, 200);
+    assert_eq!(server.post(CHAT, &json!({"messages": messages})).await.status, 200);
 }
 
 #[tokio::test]
@@ -158,11 +147,11 @@ async fn stop_string_does_not_end_the_reasoning() {
         (json!(["", "9."]), "12 + 7 = 1"),
     ] {
         let body = with(question(), json!({"stop": stop}));
-        let answer = server.ask(PATH, &body).await;
+        let answer = server.ask(CHAT, &body).await;
         assert_eq!(answer["choices"][0]["message"]["content"], content, "{stop}");
         assert_eq!(answer["choices"][0]["finish_reason"], "stop");
         assert_eq!(answer["choices"][0]["message"]["reasoning_content"], "I need to compute 12 + 7. That is 19.");
-        let chunks = server.stream(PATH, &with(body, json!({"stream": true}))).await;
+        let chunks = server.stream(CHAT, &body).await;
         assert_eq!(joined(&chunks, "content"), content, "{stop}");
     }
 }
@@ -173,7 +162,7 @@ async fn partial_stop_string_is_sent_at_end() {
     for limit in 1..50 {
         let plain = with(question(), json!({"max_tokens": limit}));
         let stopped = with(plain.clone(), json!({"stop": ["12 + 7 = 19!", "= 19?"]}));
-        let [plain, stopped] = [server.ask(PATH, &plain).await, server.ask(PATH, &stopped).await];
+        let [plain, stopped] = [server.ask(CHAT, &plain).await, server.ask(CHAT, &stopped).await];
         assert_eq!(stopped["choices"], plain["choices"], "{limit} tokens");
     }
 }
@@ -182,7 +171,7 @@ async fn partial_stop_string_is_sent_at_end() {
 async fn stop_string_stops_the_engine() {
     let server = Setup { says: Some(LONG), delay: Duration::from_millis(2), ..Setup::default() }.start().await;
     let body = with(question(), json!({"stop": "five"}));
-    assert_eq!(server.ask(PATH, &body).await["choices"][0]["message"]["content"], "one two three four ");
+    assert_eq!(server.ask(CHAT, &body).await["choices"][0]["message"]["content"], "one two three four ");
     server.idle().await;
     assert!(server.evaluated() < 60, "{} tokens were evaluated", server.evaluated());
 }
@@ -195,13 +184,13 @@ const LONG: &str = "</think>\n\none two three four five six seven eight nine ten
 async fn max_tokens_finishes_with_length() {
     let server = Server::saying(THINKS).await;
     for limit in [json!({"max_tokens": 5}), json!({"max_completion_tokens": 5, "max_tokens": 50})] {
-        let answer = server.ask(PATH, &with(question(), limit)).await;
+        let answer = server.ask(CHAT, &with(question(), limit)).await;
         assert_eq!(answer["choices"][0]["finish_reason"], "length");
         assert_eq!(answer["usage"]["completion_tokens"], 5);
         assert_eq!(answer["usage"]["completion_tokens_details"]["reasoning_tokens"], 5);
     }
     let small = Setup { says: Some(LONG), context: 40, ..Setup::default() }.start().await;
-    let answer = small.ask(PATH, &with(question(), json!({"max_tokens": 10_000}))).await;
+    let answer = small.ask(CHAT, &with(question(), json!({"max_tokens": 10_000}))).await;
     assert_eq!(answer["choices"][0]["finish_reason"], "length");
     assert!(answer["usage"]["total_tokens"].as_u64().unwrap() <= 41);
 }
@@ -211,7 +200,7 @@ async fn server_limits_apply_unless_requested() {
     let limits = RequestLimits { max_tokens: Some(9), thinking_budget: Some(4), max_prompt_tokens: Some(60) };
     let server = Setup { says: Some(THINKS), limits, ..Setup::default() }.start().await;
     let counts = async |more: Value| {
-        let usage = server.ask(PATH, &with(question(), more)).await["usage"].clone();
+        let usage = server.ask(CHAT, &with(question(), more)).await["usage"].clone();
         let reasoning = usage["completion_tokens_details"]["reasoning_tokens"].as_u64().unwrap();
         (usage["completion_tokens"].as_u64().unwrap(), reasoning)
     };
@@ -221,9 +210,7 @@ async fn server_limits_apply_unless_requested() {
     assert!(counts(json!({"max_tokens": -1})).await.0 > 9, "-1 means no limit");
     assert!(counts(json!({"thinking_budget": 500})).await.1 > reasoning, "a request sets its own budget");
     let long = json!({"messages": [{"role": "user", "content": "What is 12+7? ".repeat(20)}]});
-    let refused = server.send("POST", PATH, &[], Some(long.to_string().as_bytes())).await;
-    assert_eq!(refused.status, 400);
-    let error = refused.json().await["error"].clone();
+    let error = server.refused(CHAT, &long, 400).await;
     assert_eq!(error["code"], "context_length_exceeded");
     assert!(error["message"].as_str().unwrap().contains("is 60 tokens for prompts"), "{error}");
 }
@@ -232,7 +219,7 @@ async fn server_limits_apply_unless_requested() {
 async fn logprobs_list_every_content_token() {
     let server = Server::saying("</think>\n\n🦀 ok").await;
     let body = with(question(), json!({"logprobs": true, "top_logprobs": 3}));
-    let answer = server.ask(PATH, &body).await;
+    let answer = server.ask(CHAT, &body).await;
     let entries = answer["choices"][0]["logprobs"]["content"].as_array().unwrap().clone();
     let bytes: Vec<u8> = entries
         .iter()
@@ -245,14 +232,14 @@ async fn logprobs_list_every_content_token() {
         assert_eq!(top[0]["token"], entry["token"], "greedy sampling takes the most likely token");
         assert!(entry["logprob"].as_f64().unwrap() <= 0.0);
     }
-    let chunks = server.stream(PATH, &with(body, json!({"stream": true}))).await;
+    let chunks = server.stream(CHAT, &body).await;
     let streamed: Vec<Value> = chunks
         .iter()
         .flat_map(|chunk| chunk["choices"][0]["logprobs"]["content"].as_array().cloned().unwrap_or_default())
         .collect();
     assert_eq!(streamed, entries);
 
-    let plain = server.ask(PATH, &with(question(), json!({"logprobs": true}))).await;
+    let plain = server.ask(CHAT, &with(question(), json!({"logprobs": true}))).await;
     assert_eq!(plain["choices"][0]["logprobs"]["content"][0]["top_logprobs"], json!([]));
 }
 
@@ -260,7 +247,7 @@ async fn logprobs_list_every_content_token() {
 async fn request_overrides_server_thinking_setting() {
     let prompt_tokens = async |server: &Server, more: Value| {
         let body = with(with(question(), json!({"max_tokens": 1})), more);
-        server.ask(PATH, &body).await["usage"]["prompt_tokens"].as_u64().unwrap()
+        server.ask(CHAT, &body).await["usage"]["prompt_tokens"].as_u64().unwrap()
     };
     let server = Server::saying("Hello.").await;
     let thinks = prompt_tokens(&server, json!({})).await;
@@ -270,7 +257,7 @@ async fn request_overrides_server_thinking_setting() {
     let off = Setup { says: Some("Hello."), thinking: Some(false), ..Setup::default() }.start().await;
     assert_eq!(prompt_tokens(&off, json!({})).await, silent);
     assert_eq!(prompt_tokens(&off, json!({"enable_thinking": true})).await, thinks);
-    let answer = off.ask(PATH, &question()).await;
+    let answer = off.ask(CHAT, &question()).await;
     assert_eq!(answer["choices"][0]["message"]["content"], "Hello.");
     assert_eq!(answer["usage"]["completion_tokens_details"]["reasoning_tokens"], 0);
 }
@@ -278,12 +265,10 @@ async fn request_overrides_server_thinking_setting() {
 #[tokio::test]
 async fn model_failure_is_reported_and_degrades_health() {
     let server = Setup { says: Some(THINKS), fails_on: Some(" compute"), ..Setup::default() }.start().await;
-    let answer = server.post(PATH, &question()).await;
-    assert_eq!(answer.status, 500);
-    assert!(answer.json().await["error"]["message"].as_str().unwrap().contains("test error on token"));
+    let error = server.refused(CHAT, &question(), 500).await;
+    assert!(error["message"].as_str().unwrap().contains("test error on token"), "{error}");
 
-    let text = server.post(PATH, &with(question(), json!({"stream": true}))).await.text().await;
-    let chunks = events(&text);
+    let chunks = server.events(CHAT, &question()).await;
     let (last, before) = chunks.split_last().unwrap();
     assert_eq!(last["error"]["type"], "server_error");
     assert!(joined(before, "reasoning_content").starts_with("I need to"));
@@ -296,7 +281,7 @@ async fn model_failure_is_reported_and_degrades_health() {
     assert!(health["reason"].as_str().unwrap().contains("test error on token"), "{health}");
     // A request that only evaluates its prompt succeeds, after which the server is healthy again.
     let prompt = json!({"prompt": "Hello", "max_tokens": 0, "echo": true});
-    assert_eq!(server.post("/v1/completions", &prompt).await.status, 200);
+    assert_eq!(server.post(COMPLETIONS, &prompt).await.status, 200);
     assert_eq!(server.get("/health").await.json().await["status"], "ok");
 }
 
@@ -305,7 +290,7 @@ async fn call_that_ends_reasoning_is_no_reasoning() {
     const CALL: &str = "I look it up.\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n\
                         </function>\n</tool_call>";
     let server = Server::saying(CALL).await;
-    let answer = server.ask(PATH, &with(question(), tools())).await;
+    let answer = server.ask(CHAT, &with(question(), tools())).await;
     assert_eq!(answer["choices"][0]["finish_reason"], "tool_calls");
     let reasoning = server.tokenizer.encode("I look it up.").unwrap().len();
     assert_eq!(answer["usage"]["completion_tokens_details"]["reasoning_tokens"], reasoning, "{answer}");
@@ -338,17 +323,15 @@ async fn conversation_without_user_is_answered() {
         (json!([assistant, response]), "<user><assistant>Sure.<user><tool_response>r"),
         (json!([system, say("user", "u")]), "<system>Write a title.<user>u"),
     ] {
-        let tokens = server.ask("/tokenize", &json!({"messages": messages})).await["tokens"].clone();
-        let rendered = server.ask("/detokenize", &json!({"tokens": tokens})).await["prompt"].clone();
-        assert!(rendered.as_str().unwrap().starts_with(prompt), "{rendered}");
-        server.ask("/v1/chat/completions", &json!({"messages": messages, "max_tokens": 1})).await;
+        let rendered = server.prompt(&json!({"messages": messages})).await;
+        assert!(rendered.starts_with(prompt), "{rendered}");
+        server.ask(CHAT, &json!({"messages": messages, "max_tokens": 1})).await;
     }
     let call = json!([{"type": "tool_use", "id": "t", "name": "f", "input": {}}]);
     let result = json!([{"type": "tool_result", "tool_use_id": "t", "content": "r"}]);
     let messages = json!([{"role": "assistant", "content": call}, {"role": "user", "content": result}]);
     let body = json!({"system": "s", "max_tokens": 1, "messages": messages});
-    server.ask("/v1/messages", &body).await;
-    server
-        .ask("/v1/responses", &json!({"input": [{"role": "developer", "content": "d"}], "max_output_tokens": 1}))
-        .await;
+    server.ask(MESSAGES, &body).await;
+    let body = json!({"input": [{"role": "developer", "content": "d"}], "max_output_tokens": 1});
+    server.ask(RESPONSES, &body).await;
 }

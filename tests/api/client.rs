@@ -1,10 +1,7 @@
 //! A minimal HTTP/1.1 client. It can read a response chunk by chunk, and can disconnect at any point.
 
-// Two test binaries share this file, and each uses only a part of it.
-#![allow(dead_code)]
-
-use super::server::Server;
-use serde_json::Value;
+use super::server::{Server, streamed};
+use serde_json::{Value, json};
 use std::{io, time::Duration};
 use tokio::net::TcpStream;
 
@@ -37,11 +34,30 @@ impl Server {
         body
     }
 
-    /// Sends a POST request and reads the events of a stream, without the final `[DONE]`.
+    /// Sends a POST request, checks that it is refused with this status, and returns the error.
+    pub async fn refused(&self, path: &str, body: &Value, status: u16) -> Value {
+        let answer = self.post(path, body).await;
+        let found = answer.status;
+        let answer = answer.json().await;
+        assert_eq!(found, status, "{path}: {answer} for {:.1000}", body.to_string());
+        answer["error"].clone()
+    }
+
+    /// Requests a stream and reads its events, without the final `[DONE]`.
     pub async fn stream(&self, path: &str, body: &Value) -> Vec<Value> {
-        let text = self.post(path, body).await.text().await;
-        let text = text.strip_suffix("data: [DONE]\n\n").expect("[DONE] at the end");
-        events(text)
+        let text = self.post(path, &streamed(body)).await.text().await;
+        events(text.strip_suffix("data: [DONE]\n\n").expect("[DONE] at the end"))
+    }
+
+    /// Requests a stream that does not end with `[DONE]`, and reads its events.
+    pub async fn events(&self, path: &str, body: &Value) -> Vec<Value> {
+        events(&self.post(path, &streamed(body)).await.text().await)
+    }
+
+    /// The text that the template makes of a chat request.
+    pub async fn prompt(&self, body: &Value) -> String {
+        let tokens = self.ask("/tokenize", body).await["tokens"].clone();
+        self.ask("/detokenize", &json!({"tokens": tokens})).await["prompt"].as_str().unwrap().to_owned()
     }
 
     pub async fn send(&self, method: &str, path: &str, headers: &[(&str, &str)], body: Option<&[u8]>) -> Answer {
@@ -69,9 +85,8 @@ impl Server {
         for (name, value) in headers {
             head += &format!("{name}: {value}\r\n");
         }
-        wire.write(head.as_bytes()).await;
-        wire.write(b"\r\n").await;
-        wire.write(body).await;
+        write(&wire.stream, (head + "\r\n").as_bytes()).await;
+        write(&wire.stream, body).await;
         let mut lines = Vec::new();
         loop {
             match wire.line().await {
@@ -122,6 +137,16 @@ impl Answer {
     }
 }
 
+pub async fn write(stream: &TcpStream, mut bytes: &[u8]) {
+    while !bytes.is_empty() {
+        stream.writable().await.unwrap();
+        match stream.try_write(bytes) {
+            Ok(written) => bytes = &bytes[written..],
+            Err(error) => assert_eq!(error.kind(), io::ErrorKind::WouldBlock, "{error}"),
+        }
+    }
+}
+
 /// A connection, and the bytes that were read from it in advance.
 struct Wire {
     stream: TcpStream,
@@ -129,16 +154,6 @@ struct Wire {
 }
 
 impl Wire {
-    async fn write(&mut self, mut bytes: &[u8]) {
-        while !bytes.is_empty() {
-            self.stream.writable().await.unwrap();
-            match self.stream.try_write(bytes) {
-                Ok(written) => bytes = &bytes[written..],
-                Err(error) => assert_eq!(error.kind(), io::ErrorKind::WouldBlock, "{error}"),
-            }
-        }
-    }
-
     /// Reads more bytes. Returns false at the end of the stream.
     async fn more(&mut self) -> bool {
         loop {
@@ -175,12 +190,15 @@ impl Wire {
     }
 }
 
-/// The JSON values in the `data:` lines.
+/// The JSON values in the `data:` lines. The name of an event, if it has one, must be its type.
 pub fn events(text: &str) -> Vec<Value> {
-    text.split_terminator("\n\n")
-        .filter(|event| !event.starts_with(':'))
-        .map(|event| serde_json::from_str(event.strip_prefix("data: ").unwrap()).unwrap())
-        .collect()
+    let events = text.split_terminator("\n\n").filter(|event| !event.starts_with(':')).map(|event| {
+        let (name, data) = event.rsplit_once('\n').unwrap_or(("", event));
+        let data: Value = serde_json::from_str(data.strip_prefix("data: ").unwrap()).unwrap();
+        assert!(name.is_empty() || name.strip_prefix("event: ") == data["type"].as_str(), "{event}");
+        data
+    });
+    events.collect()
 }
 
 /// Replaces the values that differ between runs.

@@ -2,14 +2,12 @@
 
 use super::{
     client::stable,
-    server::{EOS, Server, Setup, VOCAB, with},
+    server::{CHAT, COMPLETIONS, EOS, Server, Setup, little_memory, with},
 };
-use moestro::http::ServerState;
 use moestro_engine::DraftPolicy;
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
-const PATH: &str = "/v1/completions";
 const TEXT: &str = "The capital of France is Paris.";
 
 async fn mock() -> Server {
@@ -24,13 +22,13 @@ fn ids(server: &Server, text: &str) -> Vec<u32> {
 #[tokio::test]
 async fn body_has_text_and_usage() {
     let server = mock().await;
-    insta::assert_json_snapshot!(stable(server.ask(PATH, &json!({"prompt": TEXT, "max_tokens": 100})).await));
+    insta::assert_json_snapshot!(stable(server.ask(COMPLETIONS, &json!({"prompt": TEXT, "max_tokens": 100})).await));
 }
 
 #[tokio::test]
 async fn max_tokens_defaults_to_sixteen() {
     let server = Server::saying("one two three four five six seven eight nine ten eleven twelve thirteen").await;
-    let answer = server.ask(PATH, &json!({"prompt": TEXT})).await;
+    let answer = server.ask(COMPLETIONS, &json!({"prompt": TEXT})).await;
     assert_eq!(answer["usage"]["completion_tokens"], 16);
     assert_eq!(answer["choices"][0]["finish_reason"], "length");
 }
@@ -40,7 +38,7 @@ async fn prompt_may_be_text_or_ids() {
     let server = mock().await;
     let (first, second) = ("A fox.", "One two three.");
     let texts = async |prompt: Value| -> Vec<String> {
-        let answer = server.ask(PATH, &json!({"prompt": prompt, "max_tokens": 50})).await;
+        let answer = server.ask(COMPLETIONS, &json!({"prompt": prompt, "max_tokens": 50})).await;
         let choices = answer["choices"].as_array().unwrap();
         assert!(choices.iter().enumerate().all(|(index, choice)| choice["index"] == index));
         choices.iter().map(|choice| choice["text"].as_str().unwrap().to_owned()).collect()
@@ -56,7 +54,7 @@ async fn prompt_may_be_text_or_ids() {
 async fn prompts_may_exceed_the_queue() {
     let server = Setup { max_queue: 1, ..Setup::default() }.start().await;
     let prompts: Vec<String> = (0..20).map(|n| format!("Number {n}.")).collect();
-    let answer = server.ask(PATH, &json!({"prompt": prompts, "max_tokens": 50})).await;
+    let answer = server.ask(COMPLETIONS, &json!({"prompt": prompts, "max_tokens": 50})).await;
     for (choice, prompt) in answer["choices"].as_array().unwrap().iter().zip(&prompts) {
         assert_eq!(choice["text"], *prompt);
         assert_eq!(choice["finish_reason"], "stop");
@@ -67,19 +65,17 @@ async fn prompts_may_exceed_the_queue() {
 async fn choices_are_generated_at_the_same_time() {
     let setup = |parallel| Setup { parallel, delay: Duration::from_millis(1), ..Setup::default() };
     let body = json!({"prompt": [TEXT, "A fox."], "n": 2, "max_tokens": 12, "temperature": 2, "seed": 5});
-    let alone = setup(1).start().await.ask(PATH, &body).await;
+    let alone = setup(1).start().await.ask(COMPLETIONS, &body).await;
     let [passes, sequences] = ["decode_passes", "decoding_sequences"].map(|name| &alone["timings"][name]);
     assert_eq!(passes, sequences, "{alone}");
     let server = setup(3).start().await;
-    let together = server.ask(PATH, &body).await;
+    let together = server.ask(COMPLETIONS, &body).await;
     assert_eq!((&together["choices"], &together["usage"]), (&alone["choices"], &alone["usage"]));
     let [passes, sequences] =
         ["decode_passes", "decoding_sequences"].map(|name| together["timings"][name].as_u64().unwrap());
     assert!(sequences > passes, "{together}");
     // A stream sends the choices one after another, although they are generated at the same time.
-    let mut streamed = body.clone();
-    streamed["stream"] = true.into();
-    let chunks = server.stream(PATH, &streamed).await;
+    let chunks = server.stream(COMPLETIONS, &body).await;
     for (index, choice) in alone["choices"].as_array().unwrap().iter().enumerate() {
         let parts = chunks.iter().filter(|chunk| chunk["choices"][0]["index"] == index);
         let text: String = parts.filter_map(|chunk| chunk["choices"][0]["text"].as_str()).collect();
@@ -95,7 +91,7 @@ async fn choices_compute_their_prompt_once() {
     let setup = Setup { parallel: 4, delay, prompt_cache_dir: Some(dir.path().to_owned()), ..Setup::default() };
     let server = setup.start().await;
     let text = "A long prompt that all choices share. ".repeat(4);
-    let answer = server.ask(PATH, &json!({"prompt": text, "n": 4, "max_tokens": 3})).await;
+    let answer = server.ask(COMPLETIONS, &json!({"prompt": text, "n": 4, "max_tokens": 3})).await;
     assert_eq!(answer["choices"].as_array().unwrap().len(), 4);
     server.idle().await;
     // The model evaluates the prompt, the prompt's last token again for each other choice, and all tokens of each
@@ -106,10 +102,8 @@ async fn choices_compute_their_prompt_once() {
 #[tokio::test]
 async fn stream_has_choices_in_order() {
     let server = mock().await;
-    let body = json!({
-        "prompt": [TEXT, "A fox."], "max_tokens": 50, "stream": true, "stream_options": {"include_usage": true},
-    });
-    let chunks = server.stream(PATH, &body).await;
+    let body = json!({"prompt": [TEXT, "A fox."], "max_tokens": 50, "stream_options": {"include_usage": true}});
+    let chunks = server.stream(COMPLETIONS, &body).await;
     let (last, chunks) = chunks.split_last().unwrap();
     assert_eq!(last["choices"], json!([]));
     assert_eq!(last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]);
@@ -128,26 +122,26 @@ async fn stream_has_choices_in_order() {
 async fn timings_accompany_the_usage() {
     let server = Setup { speculate: DraftPolicy::Force, ..Setup::default() }.start().await;
     let text = TEXT.repeat(3);
-    let answer = server.ask(PATH, &json!({"prompt": [&text, &text], "max_tokens": 50})).await;
+    let answer = server.ask(COMPLETIONS, &json!({"prompt": [&text, &text], "max_tokens": 50})).await;
     assert_eq!(answer["choices"][0]["text"], text);
     let counts =
         |answer: &Value| ["drafted_tokens", "accepted_tokens"].map(|name| answer["timings"][name].as_u64().unwrap());
     let [drafted, accepted] = counts(&answer);
     assert!(0 < accepted && accepted <= drafted, "{answer}");
     assert!(answer["timings"]["saved_seconds"].is_f64(), "{answer}");
-    let body = json!({"prompt": text, "max_tokens": 50, "stream": true, "stream_options": {"include_usage": true}});
-    let chunks = server.stream(PATH, &body).await;
+    let body = json!({"prompt": text, "max_tokens": 50, "stream_options": {"include_usage": true}});
+    let chunks = server.stream(COMPLETIONS, &body).await;
     let (last, chunks) = chunks.split_last().unwrap();
     assert_eq!(counts(last).map(|count| 2 * count), [drafted, accepted]);
     assert!(chunks.iter().all(|chunk| chunk.get("timings").is_none()));
     // An answer that a stop string ends has the same timings.
     let observed = server.metrics.decode_seconds.get_sample_count();
-    let stopped = server.ask(PATH, &json!({"prompt": text, "max_tokens": 50, "stop": "Paris"})).await;
+    let stopped = server.ask(COMPLETIONS, &json!({"prompt": text, "max_tokens": 50, "stop": "Paris"})).await;
     assert_eq!(stopped["choices"][0]["text"], "The capital of France is ");
     assert_eq!(stopped["choices"][0]["finish_reason"], "stop");
     assert!(counts(&stopped)[1] > 0 && stopped["timings"]["decode_passes"].as_u64() > Some(0), "{stopped}");
     assert_eq!(server.metrics.decode_seconds.get_sample_count(), observed + 1);
-    let timings = &server.ask(PATH, &json!({"prompt": "A fox.", "max_tokens": 1})).await["timings"];
+    let timings = &server.ask(COMPLETIONS, &json!({"prompt": "A fox.", "max_tokens": 1})).await["timings"];
     assert_eq!((&timings["predicted_n"], &timings["drafted_tokens"]), (&json!(1), &json!(0)));
     assert!(timings["prompt_n"].as_u64() > Some(1) && timings["prompt_ms"].as_f64() > Some(0.0), "{timings}");
     assert!(timings["predicted_per_second"].is_f64(), "{timings}");
@@ -162,12 +156,12 @@ async fn timings_accompany_the_usage() {
 async fn echo_precedes_the_answer() {
     let server = mock().await;
     let body = json!({"prompt": TEXT, "max_tokens": 50, "echo": true});
-    assert_eq!(server.ask(PATH, &body).await["choices"][0]["text"], TEXT.repeat(2));
+    assert_eq!(server.ask(COMPLETIONS, &body).await["choices"][0]["text"], TEXT.repeat(2));
     let body = json!({"prompt": TEXT, "max_tokens": 0, "echo": true});
-    let answer = server.ask(PATH, &body).await;
+    let answer = server.ask(COMPLETIONS, &body).await;
     assert_eq!(answer["choices"][0]["text"], TEXT);
     assert_eq!(answer["choices"][0]["finish_reason"], "length");
-    let chunks = server.stream(PATH, &json!({"prompt": TEXT, "max_tokens": 3, "echo": true, "stream": true})).await;
+    let chunks = server.stream(COMPLETIONS, &json!({"prompt": TEXT, "max_tokens": 3, "echo": true})).await;
     let text: String = chunks.iter().map(|chunk| chunk["choices"][0]["text"].as_str().unwrap()).collect();
     assert!(text.starts_with(TEXT) && text.len() > TEXT.len());
 }
@@ -175,7 +169,7 @@ async fn echo_precedes_the_answer() {
 #[tokio::test]
 async fn logprobs_have_one_entry_per_token() {
     let server = mock().await;
-    let answer = server.ask(PATH, &json!({"prompt": "A fox.", "max_tokens": 50, "logprobs": 2})).await;
+    let answer = server.ask(COMPLETIONS, &json!({"prompt": "A fox.", "max_tokens": 50, "logprobs": 2})).await;
     insta::assert_json_snapshot!(rounded(answer["choices"][0]["logprobs"].clone()));
 }
 
@@ -183,38 +177,34 @@ async fn logprobs_have_one_entry_per_token() {
 /// complete, so only the longest prompt counts.
 #[tokio::test]
 async fn logprobs_of_prompts_count_as_memory() {
-    let configure = |state: &mut ServerState| state.memory.set_plan(12 << 20);
-    let server = Setup { configure, ..Setup::default() }.start().await;
+    let server = Setup { configure: little_memory, ..Setup::default() }.start().await;
     let body = |words: usize, prompts: usize, stream: bool| {
         let prompts = vec!["word ".repeat(words); prompts];
         json!({"prompt": prompts, "max_tokens": 1, "echo": true, "logprobs": 20, "stream": stream})
     };
     for body in [body(300, 200, false), body(460, 1, true)] {
-        let refused = server.post(PATH, &body).await;
-        assert_eq!((refused.status, &refused.json().await["error"]["code"]), (413, &json!("request_too_large")));
+        assert_eq!(server.refused(COMPLETIONS, &body, 413).await["code"], "request_too_large");
     }
-    assert_eq!(server.ask(PATH, &body(300, 1, false)).await["choices"].as_array().unwrap().len(), 1);
-    assert!(server.stream(PATH, &body(300, 4, true)).await.len() >= 4);
-    server.idle().await;
-    server.metric("moestro_request_memory_bytes 0").await;
+    assert_eq!(server.ask(COMPLETIONS, &body(300, 1, false)).await["choices"].as_array().unwrap().len(), 1);
+    assert!(server.stream(COMPLETIONS, &body(300, 4, true)).await.len() >= 4);
+    server.memory_is_free().await;
 }
 
 /// The second choice waits until the first one is written, with its log-probabilities.
 #[tokio::test(flavor = "multi_thread")]
 async fn waiting_choice_counts_as_memory() {
-    let configure = |state: &mut ServerState| state.memory.set_plan(12 << 20);
-    let server = Setup { parallel: 2, context: 8192, configure, ..Setup::default() }.start().await;
+    let setup = Setup { parallel: 2, context: 8192, configure: little_memory, ..Setup::default() };
+    let server = setup.start().await;
     let body = |n: usize, tokens: usize| {
         json!({"prompt": "One", "max_tokens": tokens, "logprobs": 20, "n": n, "stream": true,
                "logit_bias": {EOS.to_string(): -100}})
     };
     for (n, tokens, is_refused) in [(1, 4000, false), (2, 100, false), (2, 4000, true)] {
-        let text = server.post(PATH, &body(n, tokens)).await.text().await;
+        let text = server.post(COMPLETIONS, &body(n, tokens)).await.text().await;
         assert_eq!(text.ends_with("data: [DONE]\n\n"), !is_refused, "{n} x {tokens}");
         let has_error = text.contains("memory_in_use") || text.contains("request_too_large");
         assert_eq!(has_error, is_refused, "{n} x {tokens}");
-        server.idle().await;
-        server.metric("moestro_request_memory_bytes 0").await;
+        server.memory_is_free().await;
     }
 }
 
@@ -245,14 +235,11 @@ async fn score(server: &Server, stream: bool) {
     let (context, continuation) = ("The sky is", " blue and wide.");
     let prompt = [ids(server, context), ids(server, continuation)].concat();
     let from = ids(server, context).len();
-    let body = json!({
-        "model": "mock", "prompt": [prompt], "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": true,
-        "seed": 1234, "stream": stream,
-    });
-    let logprobs: Vec<Value> = match stream {
-        false => vec![server.ask(PATH, &body).await["choices"][0]["logprobs"].clone()],
-        true => server.stream(PATH, &body).await.iter().map(|chunk| chunk["choices"][0]["logprobs"].clone()).collect(),
-    };
+    let body = json!({"model": "mock", "prompt": [prompt], "max_tokens": 1, "temperature": 0, "logprobs": 1,
+                      "echo": true, "seed": 1234});
+    let answers =
+        if stream { server.stream(COMPLETIONS, &body).await } else { vec![server.ask(COMPLETIONS, &body).await] };
+    let logprobs: Vec<_> = answers.iter().map(|answer| &answer["choices"][0]["logprobs"]).collect();
     let column = |name: &str| -> Vec<Value> {
         logprobs.iter().flat_map(|logprobs| logprobs[name].as_array().unwrap().clone()).collect()
     };
@@ -276,7 +263,7 @@ async fn score(server: &Server, stream: bool) {
 async fn stop_string_cuts_text_and_logprobs() {
     let server = mock().await;
     let body = json!({"prompt": TEXT, "max_tokens": 50, "logprobs": 0, "stop": [" is"]});
-    let choice = server.ask(PATH, &body).await["choices"][0].clone();
+    let choice = server.ask(COMPLETIONS, &body).await["choices"][0].clone();
     assert_eq!(choice["text"], "The capital of France");
     assert_eq!(choice["finish_reason"], "stop");
     let tokens: String =
@@ -285,30 +272,20 @@ async fn stop_string_cuts_text_and_logprobs() {
 }
 
 #[tokio::test]
-async fn invalid_token_ids_are_refused() {
-    let server = mock().await;
-    for prompt in [json!([VOCAB]), json!([-1]), json!([[1], [5_000_000_000i64]]), json!([1, 2.5])] {
-        let answer = server.post(PATH, &json!({"prompt": prompt})).await;
-        assert_eq!(answer.status, 400);
-        assert_eq!(answer.json().await["error"]["param"], "prompt");
-    }
-}
-
-#[tokio::test]
 async fn choices_of_a_prompt_are_adjacent() {
     let server = Server::saying(" and so on.").await;
     let body =
         |more: Value| with(json!({"prompt": ["One", "Two"], "max_tokens": 12, "seed": 7, "temperature": 2}), more);
-    let one = server.ask(PATH, &body(json!({}))).await;
-    let answer = server.ask(PATH, &body(json!({"n": 3, "best_of": 3}))).await;
+    let one = server.ask(COMPLETIONS, &body(json!({}))).await;
+    let answer = server.ask(COMPLETIONS, &body(json!({"n": 3, "best_of": 3}))).await;
     let choices = answer["choices"].as_array().unwrap();
     assert_eq!(choices.iter().map(|choice| choice["index"].as_u64().unwrap()).collect::<Vec<_>>(), [0, 1, 2, 3, 4, 5]);
     assert_eq!(answer["usage"]["prompt_tokens"], one["usage"]["prompt_tokens"], "a prompt counts once");
     for (index, prompt, seed) in [(0, "One", 7), (2, "One", 9), (3, "Two", 7), (5, "Two", 9)] {
-        let alone = server.ask(PATH, &body(json!({"prompt": prompt, "seed": seed}))).await;
+        let alone = server.ask(COMPLETIONS, &body(json!({"prompt": prompt, "seed": seed}))).await;
         assert_eq!(choices[index]["text"], alone["choices"][0]["text"], "{index}");
     }
-    let chunks = server.stream(PATH, &body(json!({"n": 2, "stream": true}))).await;
+    let chunks = server.stream(COMPLETIONS, &body(json!({"n": 2}))).await;
     for index in 0..4 {
         let own = chunks.iter().filter(|chunk| chunk["choices"][0]["index"] == index);
         let text: String = own.map(|chunk| chunk["choices"][0]["text"].as_str().unwrap()).collect();
@@ -322,12 +299,10 @@ async fn stream_reports_progress_only_if_requested() {
     let prompt = "one two three four five six seven eight nine ten ".repeat(6);
     let tokens = server.tokenizer.encode(&prompt).unwrap().len();
     let chat = json!({"messages": [{"role": "user", "content": prompt}], "cache_prompt": false});
-    for (path, mut body) in [(PATH, json!({"prompt": prompt, "cache_prompt": false})), ("/v1/chat/completions", chat)] {
-        body["stream"] = true.into();
+    for (path, body) in [(COMPLETIONS, json!({"prompt": prompt, "cache_prompt": false})), (CHAT, chat)] {
         let chunks = server.stream(path, &body).await;
         assert!(chunks.iter().all(|chunk| chunk.get("prompt_progress").is_none()), "progress was not requested");
-        body["return_progress"] = true.into();
-        let chunks = server.stream(path, &body).await;
+        let chunks = server.stream(path, &with(body, json!({"return_progress": true}))).await;
         let reports: Vec<&Value> = chunks.iter().filter_map(|chunk| chunk.get("prompt_progress")).collect();
         let done: Vec<_> = reports.iter().map(|report| report["processed"].as_u64().unwrap() as usize).collect();
         let total = reports[0]["total"].as_u64().unwrap() as usize;
@@ -343,9 +318,9 @@ async fn stream_reports_progress_only_if_requested() {
 #[tokio::test]
 async fn progress_time_is_in_milliseconds() {
     let server = Setup { delay: Duration::from_millis(1), ..Setup::default() }.start().await;
-    let body = json!({"prompt": vec![7; 80], "max_tokens": 1, "stream": true, "return_progress": true});
+    let body = json!({"prompt": vec![7; 80], "max_tokens": 1, "return_progress": true});
     let start = Instant::now();
-    let chunks = server.stream(PATH, &body).await;
+    let chunks = server.stream(COMPLETIONS, &body).await;
     let limit = start.elapsed().as_millis() as u64;
     let reports: Vec<_> = chunks.iter().filter_map(|chunk| chunk.get("prompt_progress")).collect();
     assert_eq!(reports.len(), 4, "{reports:?}");

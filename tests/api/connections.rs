@@ -1,11 +1,14 @@
 //! Tests of idle, slow, incomplete and many connections, and of their effect on other clients.
 
-use super::server::{Server, Setup};
+use super::{
+    client::write,
+    server::{CHAT, COMPLETIONS, MESSAGES, Server, Setup, chat, streamed, wait_until},
+};
 use moestro::http::{ServerState, Timeouts};
 use serde_json::{Value, json};
 use std::{
     collections::VecDeque,
-    io::{self, ErrorKind},
+    io::{ErrorKind, Write},
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering::Relaxed},
@@ -17,24 +20,8 @@ use tokio::{
     time::{sleep, timeout},
 };
 
-const CHAT: &str = "/v1/chat/completions";
-const TEXT: &str = "/v1/completions";
 const LONG: &str =
     "</think>\n\none two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen.";
-
-fn question(stream: bool) -> Value {
-    json!({"messages": [{"role": "user", "content": "Count."}], "stream": stream})
-}
-
-pub async fn write(stream: &TcpStream, mut bytes: &[u8]) {
-    while !bytes.is_empty() {
-        stream.writable().await.unwrap();
-        match stream.try_write(bytes) {
-            Ok(written) => bytes = &bytes[written..],
-            Err(error) => assert_eq!(error.kind(), ErrorKind::WouldBlock, "{error}"),
-        }
-    }
-}
 
 /// Reads until the server closes the connection.
 async fn read_to_end(stream: &TcpStream) -> Vec<u8> {
@@ -56,8 +43,23 @@ async fn wait_for_close(stream: &TcpStream) -> Vec<u8> {
     timeout(Duration::from_secs(60), read_to_end(stream)).await.expect("the server closes the connection")
 }
 
-pub fn head(path: &str, length: usize) -> String {
+fn head(path: &str, length: usize) -> String {
     format!("POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n")
+}
+
+/// Sends a whole POST request.
+pub async fn post(stream: &TcpStream, path: &str, body: &Value) {
+    let body = body.to_string();
+    write(stream, (head(path, body.len()) + &body).as_bytes()).await;
+}
+
+/// Sends a POST request from a client whose socket holds little of the response.
+pub async fn post_slowly(server: &Server, path: &str, body: &Value) -> TcpStream {
+    let socket = TcpSocket::new_v4().unwrap();
+    socket.set_recv_buffer_size(8192).unwrap();
+    let stream = socket.connect(server.address).await.unwrap();
+    post(&stream, path, body).await;
+    stream
 }
 
 #[tokio::test]
@@ -74,7 +76,7 @@ async fn idle_connections_are_evicted() {
     }
     for _ in 0..3 {
         assert_eq!(server.get("/health").await.status, 200);
-        server.ask(CHAT, &question(false)).await;
+        server.ask(CHAT, &chat("Count.")).await;
     }
     wait_for_close(&idle[0]).await;
 }
@@ -84,25 +86,24 @@ async fn health_answers_when_all_slots_are_busy() {
     let configure = |state: &mut ServerState| state.max_connections = Some(2);
     let delay = Duration::from_millis(20);
     let server = Setup { says: Some(LONG), delay, configure, ..Setup::default() }.start().await;
-    let mut one = server.post(CHAT, &question(true)).await;
-    let two = server.post(CHAT, &question(true)).await;
+    let mut one = server.post(CHAT, &streamed(&chat("Count."))).await;
+    let two = server.post(CHAT, &streamed(&chat("Count."))).await;
     for path in ["/health", "/metrics"] {
         assert_eq!(server.get(path).await.status, 200);
     }
-    for (path, kind, code) in
-        [(CHAT, Value::Null, json!("connections_busy")), ("/v1/messages", json!("error"), Value::Null)]
+    for (path, kind, code) in [(CHAT, Value::Null, json!("connections_busy")), (MESSAGES, json!("error"), Value::Null)]
     {
-        let refused = server.post(path, &question(false)).await;
+        let refused = server.post(path, &chat("Count.")).await;
         assert_eq!((refused.status, refused.header("retry-after")), (503, Some("2")));
         assert!(refused.header("x-request-id").is_some());
         let body = refused.json().await;
         assert_eq!((&body["type"], &body["error"]["code"]), (&kind, &code), "{body}");
     }
-    assert!(server.post("/api/chat", &question(false)).await.json().await["error"].is_string());
+    assert!(server.post("/api/chat", &chat("Count.")).await.json().await["error"].is_string());
     drop(two);
     while one.chunk().await.is_some() {}
     server.idle().await;
-    server.ask(CHAT, &question(false)).await;
+    server.ask(CHAT, &chat("Count.")).await;
 }
 
 /// Opens five times 120 connections, more than there are reserved slots. The connections of a round all arrive before
@@ -119,20 +120,16 @@ async fn health_answers_in_a_burst_of_connections() {
             let mut stream = std::net::TcpStream::connect(server.address).unwrap();
             match number {
                 0 | 119 => {
-                    io::Write::write_all(&mut stream, b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n").unwrap();
+                    stream.write_all(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n").unwrap();
                     stream.set_nonblocking(true).unwrap();
                     checks.push(TcpStream::from_std(stream).unwrap());
+                    continue;
                 }
-                1 => {
-                    io::Write::write_all(&mut stream, b"GET /health HTTP/1.1\r\nhost: x\r\nx-slow: ").unwrap();
-                    silent.push(stream);
-                }
-                2 => {
-                    io::Write::write_all(&mut stream, head(CHAT, 100).as_bytes()).unwrap();
-                    silent.push(stream);
-                }
-                _ => silent.push(stream),
+                1 => stream.write_all(b"GET /health HTTP/1.1\r\nhost: x\r\nx-slow: ").unwrap(),
+                2 => stream.write_all(head(CHAT, 100).as_bytes()).unwrap(),
+                _ => {}
             }
+            silent.push(stream);
         }
         for check in &checks {
             let answer = wait_for_close(check).await;
@@ -154,7 +151,7 @@ async fn health_answers_beside_a_flood_of_connections() {
             let mut open = VecDeque::new();
             while !stop.load(Relaxed) {
                 if let Ok(mut stream) = std::net::TcpStream::connect(address) {
-                    let _ = io::Write::write_all(&mut stream, sent.as_bytes());
+                    let _ = stream.write_all(sent.as_bytes());
                     open.push_back(stream);
                 }
                 if open.len() > opened {
@@ -177,11 +174,8 @@ async fn health_answers_beside_a_flood_of_connections() {
 /// A connection whose body never ends.
 async fn half_body(server: &Server) -> TcpStream {
     let stream = TcpStream::connect(server.address).await.unwrap();
-    write(&stream, head(CHAT, 1 << 20).as_bytes()).await;
-    write(&stream, b"{").await;
-    while server.metrics.request_memory.get() == 0 {
-        sleep(Duration::from_millis(5)).await;
-    }
+    write(&stream, (head(CHAT, 1 << 20) + "{").as_bytes()).await;
+    wait_until(|| server.metrics.request_memory.get() > 0, || "the body is not read".into()).await;
     stream
 }
 
@@ -195,8 +189,7 @@ async fn slow_heads_and_bodies_time_out() {
     let open = || async { TcpStream::connect(server.address).await.unwrap() };
     let (silent, half, body) = (open().await, open().await, open().await);
     write(&half, b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nx-slow: ").await;
-    write(&body, head(CHAT, 100).as_bytes()).await;
-    write(&body, b"{\"messages\": ").await;
+    write(&body, (head(CHAT, 100) + "{\"messages\": ").as_bytes()).await;
     assert_eq!(wait_for_close(&silent).await, b"");
     wait_for_close(&half).await;
     let refused = wait_for_close(&body).await;
@@ -222,13 +215,9 @@ async fn client_that_does_not_read_is_disconnected() {
     };
     let stops_at = 2800;
     let server = Setup { context: 4096, stops_at, configure, ..Setup::default() }.start().await;
-    let body = json!({"prompt": (5..1505).collect::<Vec<u32>>(), "max_tokens": 1500, "logprobs": 20, "stream": true})
-        .to_string();
-    let socket = TcpSocket::new_v4().unwrap();
-    socket.set_recv_buffer_size(8192).unwrap();
-    let stalled = socket.connect(server.address).await.unwrap();
-    write(&stalled, head(TEXT, body.len()).as_bytes()).await;
-    write(&stalled, body.as_bytes()).await;
+    let prompt: Vec<u32> = (5..1505).collect();
+    let body = json!({"prompt": prompt, "max_tokens": 1500, "logprobs": 20, "stream": true});
+    let _stalled = post_slowly(&server, COMPLETIONS, &body).await;
     server.metric("moestro_request_seconds_count 1").await;
     server.resume();
     server.idle().await;
@@ -244,23 +233,13 @@ async fn unread_response_counts_as_request_memory() {
         ("/tokenize", json!({"prompt": "word ".repeat(100_000)})),
         ("/detokenize", json!({"tokens": vec![1000; 100_000]})),
     ] {
-        let body = body.to_string();
-        let socket = TcpSocket::new_v4().unwrap();
-        socket.set_recv_buffer_size(8192).unwrap();
-        let slow = socket.connect(server.address).await.unwrap();
-        write(&slow, head(path, body.len()).as_bytes()).await;
-        write(&slow, body.as_bytes()).await;
+        let slow = post_slowly(&server, path, &body).await;
         slow.readable().await.unwrap();
         server.idle().await;
         sleep(Duration::from_millis(50)).await;
         assert!(held() > 1 << 20, "{path}: {} bytes", held());
         drop(slow);
-        let freed = async {
-            while held() > 0 {
-                sleep(Duration::from_millis(5)).await;
-            }
-        };
-        timeout(Duration::from_secs(60), freed).await.expect("the memory is free again");
+        wait_until(|| held() == 0, || format!("{path}: {} bytes are not freed", held())).await;
     }
 }
 
@@ -274,16 +253,9 @@ async fn slow_clients_do_not_delay_others() {
     let mut crowd = Vec::new();
     for number in 0..240 {
         let stream = TcpStream::connect(server.address).await.unwrap();
-        let body = question(true).to_string();
         match number % 12 {
-            0 => {
-                write(&stream, head(CHAT, body.len()).as_bytes()).await;
-                write(&stream, &body.as_bytes()[..20]).await;
-            }
-            1 => {
-                write(&stream, head(CHAT, body.len()).as_bytes()).await;
-                write(&stream, body.as_bytes()).await;
-            }
+            0 => write(&stream, (head(CHAT, 100) + "{\"messages\": ").as_bytes()).await,
+            1 => post(&stream, CHAT, &streamed(&chat("Count."))).await,
             _ => {}
         }
         crowd.push(stream);
@@ -308,7 +280,7 @@ async fn first_tokens(server: &Arc<Server>) -> Duration {
                 let mut longest = Duration::ZERO;
                 for _ in 0..5 {
                     let start = Instant::now();
-                    let mut answer = server.post(CHAT, &question(true)).await;
+                    let mut answer = server.post(CHAT, &streamed(&chat("Count."))).await;
                     assert_eq!(answer.status, 200);
                     answer.chunk().await.unwrap();
                     longest = longest.max(start.elapsed());

@@ -1,20 +1,13 @@
 //! Tests of continuing the final assistant message: `continue_final_message`, and Anthropic's prefill.
 
-use super::server::{Server, with};
+use super::server::{CHAT, MESSAGES, Server, chat, with};
 use serde_json::{Value, json};
 
-const CHAT: &str = "/v1/chat/completions";
 const PROMPT: &str = "<|im_start|>user\nWhat is 12+7?<|im_end|>\n<|im_start|>assistant\n<think>\n";
 
 fn ask(last: Value, more: Value) -> Value {
-    let mut last = last;
-    last["role"] = "assistant".into();
+    let last = with(last, json!({"role": "assistant"}));
     with(json!({"messages": [{"role": "user", "content": "What is 12+7?"}, last]}), more)
-}
-
-async fn rendered(server: &Server, body: &Value) -> String {
-    let tokens = server.ask("/tokenize", body).await["tokens"].clone();
-    server.ask("/detokenize", &json!({"tokens": tokens})).await["prompt"].as_str().unwrap().to_owned()
 }
 
 #[tokio::test]
@@ -26,7 +19,7 @@ async fn content_is_continued() {
         (json!({}), "\n</think>\n\n12 + 7 =<|im_end|>\n<|im_start|>assistant\n<think>\n"),
     ] {
         let body = ask(json!({"content": "12 + 7 ="}), more.clone());
-        assert_eq!(rendered(&server, &body).await, format!("{PROMPT}{end}"));
+        assert_eq!(server.prompt(&body).await, format!("{PROMPT}{end}"));
         let answer = server.ask(CHAT, &body).await;
         assert_eq!(answer["usage"]["prompt_tokens"], server.ask("/tokenize", &body).await["count"]);
         let message = &answer["choices"][0]["message"];
@@ -38,9 +31,7 @@ async fn content_is_continued() {
         ask(json!({"content": [{"type": "text", "text": "12 + 7 is"}]}), json!({"add_generation_prompt": false}));
     let answer = server.ask(CHAT, &body).await;
     assert_eq!(answer["choices"][0]["message"]["content"], " 19.");
-    let mut streamed = body.clone();
-    streamed["stream"] = true.into();
-    let chunks = server.stream(CHAT, &streamed).await;
+    let chunks = server.stream(CHAT, &body).await;
     let content: String = chunks.iter().filter_map(|chunk| chunk["choices"][0]["delta"]["content"].as_str()).collect();
     assert_eq!(content, " 19.");
 }
@@ -49,7 +40,7 @@ async fn content_is_continued() {
 async fn reasoning_is_continued() {
     let server = Server::saying(" 19.\n</think>\n\n12 + 7 = 19.").await;
     let body = ask(json!({"reasoning_content": "That is"}), json!({"continue_final_message": true}));
-    assert_eq!(rendered(&server, &body).await, format!("{PROMPT}That is"));
+    assert_eq!(server.prompt(&body).await, format!("{PROMPT}That is"));
     let message = server.ask(CHAT, &body).await["choices"][0]["message"].clone();
     assert_eq!((&message["reasoning_content"], &message["content"]), (&json!(" 19."), &json!("12 + 7 = 19.")));
 }
@@ -58,10 +49,9 @@ async fn reasoning_is_continued() {
 async fn anthropic_prefill_is_continued() {
     let server = Server::saying("B) because.").await;
     let body = ask(json!({"content": "The answer is ("}), json!({"max_tokens": 50}));
-    let answer = server.ask("/v1/messages", &body).await;
+    let answer = server.ask(MESSAGES, &body).await;
     assert_eq!(answer["content"], json!([{"type": "text", "text": "B) because."}]));
-    let mut chat = body.clone();
-    chat["continue_final_message"] = true.into();
+    let chat = with(body.clone(), json!({"continue_final_message": true}));
     let count = server.ask("/tokenize", &chat).await["count"].clone();
     assert_eq!(server.ask("/v1/messages/count_tokens", &body).await["input_tokens"], count);
 }
@@ -75,12 +65,10 @@ async fn invalid_continuation_is_refused() {
         (ask(json!({"content": "", "tool_calls": calls}), continued(json!({}))), "messages"),
         (ask(json!({"content": "{"}), continued(json!({"response_format": {"type": "json_object"}}))), "messages"),
         (ask(json!({"content": "x"}), continued(json!({"add_generation_prompt": true}))), "continue_final_message"),
-        (json!({"messages": [{"role": "user", "content": "Hi"}], "add_generation_prompt": false}), "messages"),
+        (with(chat("Hi"), json!({"add_generation_prompt": false})), "messages"),
     ] {
-        let answer = server.post(CHAT, &body).await;
-        assert_eq!(answer.status, 400);
-        assert_eq!(answer.json().await["error"]["param"], param, "{body}");
+        assert_eq!(server.refused(CHAT, &body, 400).await["param"], param, "{body}");
     }
     let thinks = ask(json!({"content": "x"}), json!({"max_tokens": 5, "thinking": {"type": "enabled"}}));
-    assert_eq!(server.post("/v1/messages", &thinks).await.status, 400);
+    assert_eq!(server.post(MESSAGES, &thinks).await.status, 400);
 }

@@ -1,6 +1,6 @@
 //! Tests of `--request-timeout`, which sets one deadline for the whole request.
 
-use super::server::{Server, Setup};
+use super::server::{CHAT, COMPLETIONS, Server, Setup, chat, with};
 use moestro::http::HostTimeouts;
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
@@ -18,10 +18,9 @@ async fn server() -> Server {
 }
 
 fn requests(n: usize, stream: bool) -> [(&'static str, Value); 2] {
-    let messages = json!([{"role": "user", "content": "Count."}]);
     [
-        ("/v1/chat/completions", json!({"messages": messages, "n": n, "stream": stream})),
-        ("/v1/completions", json!({"prompt": "Count.", "max_tokens": 40, "n": n, "stream": stream})),
+        (CHAT, with(chat("Count."), json!({"n": n, "stream": stream}))),
+        (COMPLETIONS, json!({"prompt": "Count.", "max_tokens": 40, "n": n, "stream": stream})),
     ]
 }
 
@@ -33,8 +32,7 @@ async fn choices_of_a_request_share_one_deadline() {
     }
     for (path, body) in requests(100, false) {
         let start = Instant::now();
-        let answer = server.post(path, &body).await;
-        assert_eq!((answer.status, answer.json().await["error"]["code"].clone()), (504, json!("timeout")), "{path}");
+        assert_eq!(server.refused(path, &body, 504).await["code"], "timeout", "{path}");
         assert!(start.elapsed() >= LIMIT && start.elapsed() < 30 * LIMIT, "{path}: {:?}", start.elapsed());
     }
     for (path, body) in requests(100, true) {
@@ -53,7 +51,7 @@ async fn slow_body_exceeds_the_deadline() {
     let server = server().await;
     let start = Instant::now();
     let length = [("content-type", "application/json"), ("content-length", "100")];
-    let answer = server.bare("POST", "/v1/chat/completions", &length, b"{").await;
+    let answer = server.bare("POST", CHAT, &length, b"{").await;
     assert_eq!(answer.status, 504);
     assert!(start.elapsed() < 30 * LIMIT, "{:?}", start.elapsed());
 }

@@ -1,16 +1,16 @@
 //! Tests of tools that are defined in the middle of a conversation: `defer_loading`, `tool_reference`, and the tool search
 //! of Responses.
 
-use super::server::{CALLS_WITH_WORD, EOS, Server, Setup, demo, serve_checkpoint, with};
+use super::{
+    client::events,
+    server::{CALLS_WITH_WORD, EOS, MESSAGES, RESPONSES, Server, Setup, demo, serve_checkpoint, streamed, with},
+};
 use moestro_engine::Options;
 use moestro_model::model::LoadOptions;
 use serde_json::{Value, json};
 use std::{path::PathBuf, thread::available_parallelism};
 use test_support::{mutate::Dice, random_cases::seeds};
 use tokio::task::JoinSet;
-
-const MESSAGES: &str = "/v1/messages";
-const RESPONSES: &str = "/v1/responses";
 
 /// A call of `tool_search` without reasoning.
 const SEARCHES: &str = "</think>\n\n<tool_call>\n<function=tool_search>\n<parameter=query>\nweb\n</parameter>\n\
@@ -108,11 +108,7 @@ impl Api {
     /// The arguments of the first call of `f` in an answer, whole and streamed.
     async fn arguments(self, server: &Server, body: &Value) -> Vec<Value> {
         let whole = server.ask(self.path, body).await;
-        let mut body = body.clone();
-        body["stream"] = true.into();
-        let text = server.post(self.path, &body).await.text().await;
-        let data = text.lines().filter_map(|line| line.strip_prefix("data: "));
-        let events: Vec<Value> = data.map(|data| serde_json::from_str(data).unwrap()).collect();
+        let events = server.events(self.path, body).await;
         let items = if self.is_messages() { &whole["content"] } else { &whole["output"] };
         let call = items.as_array().unwrap().iter().find(|item| item["name"] == "f").unwrap();
         let joined = |kind: &str, delta: &str| {
@@ -175,7 +171,7 @@ async fn calls_of_referenced_tools_are_checked() {
             // A call of a tool that was not found is read, but not checked.
             (vec![question()], true, Value::Null, &soon),
             (found.clone(), true, Value::Null, &seven),
-            (found.clone(), false, any, &seven),
+            (found.clone(), false, any.clone(), &seven),
             (found.clone(), false, named.clone(), &seven),
             // The client may force a tool that was not found.
             (vec![question()], false, named, &seven),
@@ -186,7 +182,6 @@ async fn calls_of_referenced_tools_are_checked() {
             assert_eq!(arguments, [expected.clone(), expected.clone()], "{body}");
         }
         let tool = api.tool("f", json!({"defer_loading": true}));
-        let any = if api.is_messages() { json!({"type": "any"}) } else { json!("required") };
         let body = api.request(&[question()], &[tool], json!({"tool_choice": any}));
         assert_eq!(server.post(api.path, &body).await.status, 400);
     }
@@ -237,11 +232,10 @@ async fn search_call_of_responses_has_its_own_item() {
     let expected = json!({"id": call["id"], "type": "tool_search_call", "status": "completed",
                           "call_id": call["call_id"], "execution": "client", "arguments": {"query": "web"}});
     assert_eq!((call, call["call_id"].is_string()), (&expected, true), "{whole}");
-    let streamed = server.post(RESPONSES, &api.request(&[question()], &tools, json!({"stream": true}))).await;
+    let stream = server.post(RESPONSES, &streamed(&api.request(&[question()], &tools, json!({})))).await;
     let replayed = format!("{RESPONSES}/{}?stream=true", whole["id"].as_str().unwrap());
-    for text in [streamed.text().await, server.get(&replayed).await.text().await] {
-        let data = text.lines().filter_map(|line| line.strip_prefix("data: "));
-        let events: Vec<Value> = data.map(|data| serde_json::from_str(data).unwrap()).collect();
+    for text in [stream.text().await, server.get(&replayed).await.text().await] {
+        let events = events(&text);
         let of_items: Vec<_> = events.iter().filter(|event| event.get("output_index").is_some()).collect();
         let kinds: Vec<_> = of_items.iter().map(|event| event["type"].as_str().unwrap()).collect();
         assert_eq!(kinds, ["response.output_item.added", "response.output_item.done"], "{text}");
@@ -336,8 +330,7 @@ async fn compare_with_fresh_server(seeds: impl Iterator<Item = u64>) {
         }
         let last = body(&conversations[conversations.len() - 1], 24);
         let warm = server_answer(&one, api, &last).await;
-        let mut cold = last.clone();
-        cold["cache_prompt"] = false.into();
+        let cold = with(last.clone(), json!({"cache_prompt": false}));
         assert_eq!(warm, server_answer(&other, api, &cold).await, "seed {seed}: {last}");
     }
 }

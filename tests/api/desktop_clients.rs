@@ -1,7 +1,7 @@
 //! Tests with requests of desktop programs. The requests are written from the source code of the version named at each
 //! test. The tests read the answers in the same way as these programs.
 
-use super::server::{Server, Setup, with};
+use super::server::{CHAT, Server, Setup, with};
 use moestro::http::ApiSet;
 use serde_json::{Value, json};
 
@@ -62,7 +62,7 @@ async fn open_webui_connects_to_openai_api() {
     assert_eq!((&list["data"][0]["id"], &list["object"]), (&json!("mock"), &json!("list")));
     let body =
         json!({"stream": true, "model": "mock", "messages": question(), "stream_options": {"include_usage": true}});
-    let chunks = stream(&server, "/v1/chat/completions", &body).await;
+    let chunks = stream(&server, CHAT, &body).await;
     assert_eq!(joined(&chunks, "/choices/0/delta/content"), "12 + 7 = 19.");
     assert_eq!(joined(&chunks, "/choices/0/delta/reasoning_content"), "I add.");
     assert!(chunks.last().unwrap()["usage"]["total_tokens"].is_u64());
@@ -70,7 +70,7 @@ async fn open_webui_connects_to_openai_api() {
     let messages = json!([{"role": "user", "content": "What is 12+7?"}, {"role": "assistant", "content": "12 + 7"}]);
     let go_on = json!({"continue_final_message": true, "add_generation_prompt": false});
     let body = with(json!({"stream": true, "model": "mock", "messages": messages}), go_on);
-    assert!(!stream(&server, "/v1/chat/completions", &body).await.is_empty());
+    assert!(!stream(&server, CHAT, &body).await.is_empty());
 }
 
 /// Open WebUI 0.12.4: `routers/ollama.py`, "Verify connection", the list of models and a chat.
@@ -110,7 +110,7 @@ async fn vs_code_finds_models_and_chats() {
     assert!(shown["capabilities"].as_array().unwrap().contains(&json!("tools")));
     let body = json!({"messages": question(), "model": model, "temperature": 0, "top_p": 1, "n": 1, "stream": true,
         "tools": tools(), "stream_options": {"include_usage": true}});
-    let chunks = stream(&server, "/v1/chat/completions", &body).await;
+    let chunks = stream(&server, CHAT, &body).await;
     assert_eq!(called(&chunks), ("read_file".into(), r#"{"path":"a.txt"}"#.into()));
 }
 
@@ -122,7 +122,7 @@ async fn zed_reads_each_event() {
     let body = json!({"model": "mock", "messages": question(), "stream": true, "stream_options": {"include_usage": true},
         "max_completion_tokens": 256, "temperature": 1.0, "tool_choice": "auto", "parallel_tool_calls": false,
         "tools": tools(), "prompt_cache_key": "thread-1"});
-    let chunks = stream(&server, "/v1/chat/completions", &body).await;
+    let chunks = stream(&server, CHAT, &body).await;
     assert_eq!(called(&chunks), ("read_file".into(), r#"{"path":"a.txt"}"#.into()));
     for chunk in &chunks {
         assert!(chunk["choices"].is_array(), "{chunk}");
@@ -152,7 +152,7 @@ async fn extended_openai_conversation_calls_a_tool() {
     let server = server(CALL, ApiSet::Standard).await;
     let mut body = json!({"model": "mock", "stream": true, "stream_options": {"include_usage": true}, "max_tokens": 150,
         "top_p": 1, "temperature": 0.5, "messages": question(), "tools": tools(), "tool_choice": "auto"});
-    let chunks = stream(&server, "/v1/chat/completions", &body).await;
+    let chunks = stream(&server, CHAT, &body).await;
     assert_eq!(called(&chunks), ("read_file".into(), r#"{"path":"a.txt"}"#.into()));
     let call =
         json!({"id": "c", "type": "function", "function": {"name": "read_file", "arguments": "{\"path\": \"a.txt\"}"}});
@@ -160,6 +160,6 @@ async fn extended_openai_conversation_calls_a_tool() {
     messages.push(json!({"role": "assistant", "tool_calls": [call]}));
     messages.push(json!({"role": "tool", "tool_call_id": "c", "content": "{\"result\": \"x\"}"}));
     body["tool_choice"] = "none".into();
-    let chunks = stream(&server, "/v1/chat/completions", &body).await;
+    let chunks = stream(&server, CHAT, &body).await;
     assert!(!chunks.is_empty());
 }

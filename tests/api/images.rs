@@ -1,6 +1,6 @@
 //! Tests of images in every API, with small vision-language checkpoints and with a model that accepts only text.
 
-use super::server::{Server, Setup, serve_checkpoint};
+use super::server::{CHAT, MESSAGES, RESPONSES, Server, Setup, serve_checkpoint, wait_until};
 use base64::{Engine, engine::general_purpose::STANDARD};
 use moestro::http::ImageUrls;
 use moestro_engine::{DiskCacheOptions, Options};
@@ -10,7 +10,6 @@ use std::{
     io,
     net::TcpListener,
     path::{Path, PathBuf},
-    time::Duration,
 };
 use test_support::{files::copy_files, own_process::ran_in_own_process};
 
@@ -88,23 +87,20 @@ fn image_url(data: &str) -> Value {
 
 #[tokio::test]
 async fn answers_depend_on_the_picture() {
-    check_answers_depend_on_the_picture(&qwen3_5()).await;
-    check_answers_depend_on_the_picture(qwen4_exp().path()).await;
-}
-
-async fn check_answers_depend_on_the_picture(checkpoint: &Path) {
-    let server = serve(checkpoint).await;
-    let (red, blue) = (picture([255, 0, 0]), picture([0, 0, 255]));
-    let mut answers = Vec::new();
-    for data in [&red, &blue, &red] {
-        let body = chat(json!([user(json!([text("Which colour? "), image_url(data)]))]));
-        let answer = server.ask("/v1/chat/completions", &body).await;
-        let count = server.ask("/tokenize", &body).await["count"].clone();
-        assert_eq!(answer["usage"]["prompt_tokens"], count);
-        answers.push(answer["choices"][0]["message"].to_string());
+    for checkpoint in [&*qwen3_5(), qwen4_exp().path()] {
+        let server = serve(checkpoint).await;
+        let (red, blue) = (picture([255, 0, 0]), picture([0, 0, 255]));
+        let mut answers = Vec::new();
+        for data in [&red, &blue, &red] {
+            let body = chat(json!([user(json!([text("Which colour? "), image_url(data)]))]));
+            let answer = server.ask(CHAT, &body).await;
+            let count = server.ask("/tokenize", &body).await["count"].clone();
+            assert_eq!(answer["usage"]["prompt_tokens"], count);
+            answers.push(answer["choices"][0]["message"].to_string());
+        }
+        assert_ne!(answers[0], answers[1]);
+        assert_eq!(answers[0], answers[2]);
     }
-    assert_ne!(answers[0], answers[1]);
-    assert_eq!(answers[0], answers[2]);
 }
 
 #[tokio::test]
@@ -124,14 +120,14 @@ async fn check_all_apis_render_the_same_prompt(checkpoint: &Path) -> Value {
     let body = chat(json!([user(json!([text("Look at this: "), image_url(&data), text(" What is in it?")]))]));
     let tokens = server.ask("/tokenize", &body).await["tokens"].clone();
     let expected = tokens.as_array().unwrap().len();
-    let chat = server.ask("/v1/chat/completions", &body).await;
+    let chat = server.ask(CHAT, &body).await;
     assert_eq!(chat["usage"]["prompt_tokens"], expected);
 
     let input = |kind: &str| json!({"type": "input_image", "image_url": kind});
     let say = |text: &str| json!({"type": "input_text", "text": text});
     let parts = json!([say("Look at this: "), input(&url(&data)), say(" What is in it?")]);
     let body = json!({"input": [user(parts)], "max_output_tokens": 6, "temperature": 0});
-    let response = server.ask("/v1/responses", &body).await;
+    let response = server.ask(RESPONSES, &body).await;
     assert_eq!(response["usage"]["input_tokens"], expected);
 
     let source = json!({"type": "base64", "media_type": "image/png", "data": data});
@@ -139,7 +135,7 @@ async fn check_all_apis_render_the_same_prompt(checkpoint: &Path) -> Value {
     let body = json!({"messages": [user(parts)], "thinking": {"type": "enabled", "budget_tokens": 9}, "max_tokens": 6});
     let count = server.ask("/v1/messages/count_tokens", &body).await;
     assert_eq!(count["input_tokens"], expected);
-    let message = server.ask("/v1/messages", &body).await;
+    let message = server.ask(MESSAGES, &body).await;
     let cached = message["usage"]["cache_read_input_tokens"].as_u64().unwrap_or(0);
     assert_eq!(message["usage"]["input_tokens"].as_u64().unwrap() + cached, expected as u64);
     tokens
@@ -162,56 +158,46 @@ async fn tool_results_have_images() {
 
 #[tokio::test]
 async fn second_turn_reuses_the_picture() {
-    check_second_turn_reuses_the_picture(&qwen3_5()).await;
-    check_second_turn_reuses_the_picture(qwen4_exp().path()).await;
-}
-
-async fn check_second_turn_reuses_the_picture(checkpoint: &Path) {
-    let server = serve(checkpoint).await;
-    let first = user(json!([image_url(&file("noise.jpg")), text("What is this?")]));
-    let answer = server.ask("/v1/chat/completions", &chat(json!([first]))).await;
-    let prompt = answer["usage"]["prompt_tokens"].as_u64().unwrap();
-    let reply = json!({"role": "assistant", "content": answer["choices"][0]["message"]["content"]});
-    let more = chat(json!([first, reply, user(json!("And now?"))]));
-    let second = server.ask("/v1/chat/completions", &more).await;
-    let cached = second["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap();
-    assert!(cached + 8 > prompt, "{cached} of {prompt}");
-    let fresh = serve(checkpoint).await.ask("/v1/chat/completions", &more).await;
-    assert_eq!(second["choices"], fresh["choices"]);
-    // Another picture of the same size has the same token ids. Only the prompt before the picture may be shared.
-    let other = user(json!([image_url(&file("gradient.png")), text("What is this?")]));
-    let other = server.ask("/v1/chat/completions", &chat(json!([other]))).await;
-    assert!(other["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap() < 5, "{}", other["usage"]);
+    for checkpoint in [&*qwen3_5(), qwen4_exp().path()] {
+        let server = serve(checkpoint).await;
+        let first = user(json!([image_url(&file("noise.jpg")), text("What is this?")]));
+        let answer = server.ask(CHAT, &chat(json!([first]))).await;
+        let prompt = answer["usage"]["prompt_tokens"].as_u64().unwrap();
+        let reply = json!({"role": "assistant", "content": answer["choices"][0]["message"]["content"]});
+        let more = chat(json!([first, reply, user(json!("And now?"))]));
+        let second = server.ask(CHAT, &more).await;
+        let cached = second["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap();
+        assert!(cached + 8 > prompt, "{cached} of {prompt}");
+        let fresh = serve(checkpoint).await.ask(CHAT, &more).await;
+        assert_eq!(second["choices"], fresh["choices"]);
+        // Another picture of the same size has the same token ids. Only the prompt before the picture may be shared.
+        let other = user(json!([image_url(&file("gradient.png")), text("What is this?")]));
+        let other = server.ask(CHAT, &chat(json!([other]))).await;
+        assert!(other["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap() < 5, "{}", other["usage"]);
+    }
 }
 
 #[tokio::test]
 async fn picture_is_cached_across_restarts() {
-    check_picture_is_cached_across_restarts(&qwen3_5()).await;
-    check_picture_is_cached_across_restarts(qwen4_exp().path()).await;
-}
-
-async fn check_picture_is_cached_across_restarts(checkpoint: &Path) {
-    let dir = tempfile::tempdir().unwrap();
-    let ask = |data: &str| chat(json!([user(json!([image_url(data), text("What is this, and where was it taken?")]))]));
-    let (gradient, red) = (picture([9, 200, 30]), picture([255, 0, 0]));
-    let mut server = serve_with_cache(checkpoint, dir.path()).await;
-    let first = server.ask("/v1/chat/completions", &ask(&gradient)).await;
-    server.shut_down();
-    server.wait_for_end().await;
-    let server = serve_with_cache(checkpoint, dir.path()).await;
-    // The first server's thread may still hold the lock of the cache directory.
-    for _ in 0..600 {
-        if !server.engine.prompt_cache().disk_locked {
-            break;
-        }
-        tokio::time::sleep(Duration::from_millis(50)).await;
+    for checkpoint in [&*qwen3_5(), qwen4_exp().path()] {
+        let dir = tempfile::tempdir().unwrap();
+        let ask =
+            |data: &str| chat(json!([user(json!([image_url(data), text("What is this, and where was it taken?")]))]));
+        let (gradient, red) = (picture([9, 200, 30]), picture([255, 0, 0]));
+        let mut server = serve_with_cache(checkpoint, dir.path()).await;
+        let first = server.ask(CHAT, &ask(&gradient)).await;
+        server.shut_down();
+        server.wait_for_end().await;
+        let server = serve_with_cache(checkpoint, dir.path()).await;
+        // The first server's thread may still hold the lock of the cache directory.
+        wait_until(|| !server.engine.prompt_cache().disk_locked, || "the directory is still locked".into()).await;
+        let cached = |answer: &Value| answer["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap();
+        let other = server.ask(CHAT, &ask(&red)).await;
+        assert!(cached(&other) < 5, "{}", other["usage"]);
+        let again = server.ask(CHAT, &ask(&gradient)).await;
+        assert!(cached(&again) > 10, "{}", again["usage"]);
+        assert_eq!(again["choices"], first["choices"]);
     }
-    let cached = |answer: &Value| answer["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap();
-    let other = server.ask("/v1/chat/completions", &ask(&red)).await;
-    assert!(cached(&other) < 5, "{}", other["usage"]);
-    let again = server.ask("/v1/chat/completions", &ask(&gradient)).await;
-    assert!(cached(&again) > 10, "{}", again["usage"]);
-    assert_eq!(again["choices"], first["choices"]);
 }
 
 #[tokio::test]
@@ -220,12 +206,11 @@ async fn low_detail_takes_fewer_tokens() {
     load.vision.max_tokens = Some(16);
     let server = serve_checkpoint(&qwen3_5(), &load, options).await;
     let data = file("noise.jpg");
-    let count = async |part: Value| {
-        server.ask("/tokenize", &json!({"messages": [user(json!([part]))]})).await["count"].as_u64().unwrap()
+    let count = async |server: &Server| {
+        let body = json!({"messages": [user(json!([image_url(&data)]))]});
+        server.ask("/tokenize", &body).await["count"].as_u64().unwrap()
     };
-    let limited = count(image_url(&data)).await;
-    let full = vision().await.ask("/tokenize", &json!({"messages": [user(json!([image_url(&data)]))]})).await;
-    assert!(limited <= full["count"].as_u64().unwrap());
+    assert!(count(&server).await <= count(&vision().await).await);
     let models = server.get("/v1/models").await.json().await;
     assert_eq!(models["data"][0]["input_modalities"], json!(["text", "image"]));
     assert_eq!(models["data"][0]["capabilities"]["vision"], true);
@@ -242,13 +227,11 @@ async fn broken_pictures_are_refused_only_when_new() {
         (json!({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}), "data:"),
         (json!({"type": "image_url", "image_url": {}}), "URL"),
     ] {
-        let new = server.post("/v1/chat/completions", &chat(json!([user(json!([part]))]))).await;
-        assert_eq!(new.status, 400);
-        let error = new.json().await["error"].clone();
+        let error = server.refused(CHAT, &chat(json!([user(json!([part]))])), 400).await;
         assert_eq!(error["param"], "messages[0].content[0]", "{error}");
         assert!(error["message"].as_str().unwrap().contains(word), "{word}: {error}");
         let history = json!([user(json!([part])), {"role": "assistant", "content": "Hm"}, user(json!("Go on"))]);
-        let old = server.post("/v1/chat/completions", &chat(history)).await;
+        let old = server.post(CHAT, &chat(history)).await;
         assert_eq!((old.status, old.header(NOT_SHOWN)), (200, Some("1")));
     }
 }
@@ -267,7 +250,7 @@ async fn broken_pictures_after_tools_become_sentences() {
         json!([user(json!("read it")), call, result, picture, picture]),
         json!([picture, user(say.clone())]),
     ] {
-        let answer = server.post("/v1/chat/completions", &chat(messages.clone())).await;
+        let answer = server.post(CHAT, &chat(messages.clone())).await;
         assert_eq!(answer.status, 200, "{messages}");
         assert!(answer.header(NOT_SHOWN).is_some(), "{messages}");
     }
@@ -276,15 +259,15 @@ async fn broken_pictures_after_tools_become_sentences() {
         json!([{"type": "tool_result", "tool_use_id": "t", "content": "ok"}, {"type": "image", "source": source}]);
     let call = json!({"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "Read", "input": {}}]});
     let body = json!({"messages": [user(json!("Look")), call, user(blocks)], "max_tokens": 6});
-    assert_eq!(server.post("/v1/messages", &body).await.header(NOT_SHOWN), Some("1"));
+    assert_eq!(server.post(MESSAGES, &body).await.header(NOT_SHOWN), Some("1"));
     let parts = json!([{"type": "input_image", "image_url": url("bm90IGFuIGltYWdl")}]);
     let call = json!({"type": "function_call", "call_id": "c", "name": "read", "arguments": "{}"});
     let output = json!({"type": "function_call_output", "call_id": "c", "output": "ok"});
     let body = json!({"input": [user(json!("Look")), call, output, user(parts)], "max_output_tokens": 6});
-    assert_eq!(server.post("/v1/responses", &body).await.header(NOT_SHOWN), Some("1"));
+    assert_eq!(server.post(RESPONSES, &body).await.header(NOT_SHOWN), Some("1"));
     // A later turn of the user is new again.
     let later = json!([user(json!("x")), {"role": "assistant", "content": "ok"}, picture]);
-    assert_eq!(server.post("/v1/chat/completions", &chat(later)).await.status, 400);
+    assert_eq!(server.post(CHAT, &chat(later)).await.status, 400);
 }
 
 #[tokio::test]
@@ -292,34 +275,28 @@ async fn placeholder_in_text_is_no_image() {
     let server = vision().await;
     let (placeholder, image) = (text("a <|image_pad|> b"), image_url(&picture([1, 2, 3])));
     let tokens = async |parts: Value| {
-        let answer = server.post("/tokenize", &json!({"messages": [user(parts)]})).await;
-        assert_eq!(answer.status, 200);
-        let tokens = answer.json().await["tokens"].clone();
+        let tokens = server.ask("/tokenize", &json!({"messages": [user(parts)]})).await["tokens"].clone();
         tokens.as_array().unwrap().iter().filter(|id| **id == 1003).count()
     };
     assert_eq!(tokens(json!([placeholder, image, placeholder])).await, 4);
     // Without images, the placeholder in the text is kept, and its token does not stand for an image.
     assert_eq!(tokens(json!([placeholder])).await, 1);
-    let answer = server.post("/v1/chat/completions", &chat(json!([user(json!([placeholder]))]))).await;
-    assert_eq!(answer.status, 200);
+    server.ask(CHAT, &chat(json!([user(json!([placeholder]))]))).await;
 }
 
 #[tokio::test]
 async fn text_only_model_replaces_old_pictures() {
     let server = Setup { says: Some("ok"), context: 2048, ..Setup::default() }.start().await;
     let image = image_url(&picture([1, 2, 3]));
-    let new = server.post("/v1/chat/completions", &chat(json!([user(json!([text("see"), image]))]))).await;
-    assert_eq!(new.status, 400);
-    let message = new.json().await["error"]["message"].as_str().unwrap().to_owned();
-    assert!(message.contains("cannot see images"), "{message}");
+    let error = server.refused(CHAT, &chat(json!([user(json!([text("see"), image]))])), 400).await;
+    assert!(error["message"].as_str().unwrap().contains("cannot see images"), "{error}");
     let models = server.get("/v1/models").await.json().await;
     assert_eq!(models["data"][0]["input_modalities"], json!(["text"]));
     let tool = json!({"role": "tool", "tool_call_id": "t", "content": [image]});
     let history = json!([user(json!("Look")), {"role": "assistant", "content": "Hm"}, tool]);
-    let answer = server.post("/v1/chat/completions", &chat(history.clone())).await;
+    let answer = server.post(CHAT, &chat(history.clone())).await;
     assert_eq!((answer.status, answer.header(NOT_SHOWN)), (200, Some("1")));
-    let tokens = server.ask("/tokenize", &json!({"messages": history})).await["tokens"].clone();
-    let prompt = server.ask("/detokenize", &json!({"tokens": tokens})).await["prompt"].as_str().unwrap().to_owned();
+    let prompt = server.prompt(&json!({"messages": history})).await;
     assert!(prompt.contains("[image not shown: this model cannot see images]"), "{prompt}");
 }
 
@@ -340,7 +317,7 @@ async fn replaced_picture_is_logged_once() {
         let call = json!([{"id": "t", "type": "function", "function": {"name": "f", "arguments": "{}"}}]);
         messages.push(json!({"role": "assistant", "content": null, "tool_calls": call}));
         messages.push(json!({"role": "tool", "tool_call_id": "t", "content": [image]}));
-        let answer = server.post("/v1/chat/completions", &chat(messages.clone().into())).await;
+        let answer = server.post(CHAT, &chat(messages.clone().into())).await;
         assert_eq!(answer.header(NOT_SHOWN), Some(&*turn.to_string()));
         answer.text().await;
         let log = std::fs::read_to_string(file.path()).unwrap();

@@ -1,15 +1,12 @@
 //! Tests of clients that disconnect: in a stream, in the queue, or while the server waits for a body. The engine must
 //! be free within one token.
 
-use super::server::{Server, Setup};
+use super::server::{CHAT, COMPLETIONS, Server, Setup, chat, streamed, with};
 use serde_json::{Value, json};
 use std::{
     sync::Arc,
     time::{Duration, Instant},
 };
-
-const CHAT: &str = "/v1/chat/completions";
-const TEXT: &str = "/v1/completions";
 
 const LONG: &str = "</think>\n\none two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen \
                     sixteen seventeen eighteen nineteen twenty, and that is all there is to say about it today.";
@@ -23,14 +20,10 @@ async fn stopping(stops_at: usize) -> Server {
 /// Number of tokens that is greater than that of a question and less than that of a question and [`LONG`].
 const IN_ANSWER: usize = 40;
 
-fn question(stream: bool) -> Value {
-    json!({"messages": [{"role": "user", "content": "Count."}], "stream": stream})
-}
-
 #[tokio::test]
 async fn disconnect_in_stream_stops_generation() {
     let server = stopping(IN_ANSWER).await;
-    let mut answer = server.post(CHAT, &question(true)).await;
+    let mut answer = server.post(CHAT, &streamed(&chat("Count."))).await;
     for _ in 0..3 {
         assert!(answer.chunk().await.is_some());
     }
@@ -45,7 +38,9 @@ async fn disconnect_in_stream_stops_generation() {
 
 #[tokio::test]
 async fn disconnect_before_body_stops_generation() {
-    for (path, body) in [(CHAT, question(false)), (TEXT, json!({"prompt": ["Count.", "Again."], "max_tokens": 60}))] {
+    for (path, body) in
+        [(CHAT, chat("Count.")), (COMPLETIONS, json!({"prompt": ["Count.", "Again."], "max_tokens": 60}))]
+    {
         let server = Arc::new(stopping(IN_ANSWER).await);
         let asking = tokio::spawn({
             let (server, body) = (server.clone(), body.clone());
@@ -69,7 +64,7 @@ async fn disconnect_in_prefill_stops_it() {
         let body = json!({"prompt": vec![7; 400], "stream": stream});
         let asking = tokio::spawn({
             let server = server.clone();
-            async move { server.post(TEXT, &body).await.text().await }
+            async move { server.post(COMPLETIONS, &body).await.text().await }
         });
         server.stopped().await;
         asking.abort();
@@ -83,9 +78,9 @@ async fn disconnect_in_prefill_stops_it() {
 #[tokio::test]
 async fn disconnect_in_queue_removes_request() {
     let server = stopping(IN_ANSWER).await;
-    let mut running = server.post(CHAT, &question(true)).await;
+    let mut running = server.post(CHAT, &streamed(&chat("Count."))).await;
     running.chunk().await.unwrap();
-    let waiting = server.post(CHAT, &question(true)).await;
+    let waiting = server.post(CHAT, &streamed(&chat("Count."))).await;
     server.load(1, 1).await;
     let admitted = server.metrics.admitted_tokens.get();
     drop(waiting);
@@ -103,9 +98,8 @@ async fn disconnect_in_compilation_stops_it() {
     let properties: serde_json::Map<String, Value> =
         (0..200).map(|n| (format!("p{n}"), json!({"type": "integer", "multipleOf": 3000 + n}))).collect();
     let ask = |properties: &Value, stream: bool| {
-        let mut body = question(stream);
-        body["guided_json"] = json!({"type": "object", "properties": properties});
-        body
+        let schema = json!({"type": "object", "properties": properties});
+        with(chat("Count."), json!({"guided_json": schema, "stream": stream}))
     };
     let large = Value::Object(properties);
     let begun = Instant::now();

@@ -1,15 +1,13 @@
 //! Tests of `/v1/messages` and `/v1/messages/count_tokens`.
 
-use super::server::{CALLS_WITH_WORD, Server, Setup, frequent_events, with};
+use super::server::{
+    CALLS, CALLS_WITH_WORD, CHAT, MESSAGES, STRAY, Server, Setup, THINKS, chat, chat_after_calls, frequent_events, with,
+};
 use serde_json::{Value, json};
 use std::time::Duration;
 
-const PATH: &str = "/v1/messages";
-
-const THINKS: &str = "12 + 7 is 19.\n</think>\n\n12 + 7 = 19.";
-
-const CALLS: &str = "I look it up.\n</think>\n\nOne moment.\n\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n\
-                     </parameter>\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>";
+/// The path of the count of tokens.
+const COUNT: &str = "/v1/messages/count_tokens";
 
 fn question() -> Value {
     json!({"model": "mock", "max_tokens": 200, "thinking": {"type": "enabled", "budget_tokens": 1024},
@@ -19,18 +17,6 @@ fn question() -> Value {
 fn tools() -> Value {
     let properties = json!({"city": {"type": "string"}, "days": {"type": "integer"}});
     json!({"tools": [{"name": "get_weather", "input_schema": {"type": "object", "properties": properties}}]})
-}
-
-/// Reads the events of a stream. Checks that the name of each event equals its type.
-async fn stream(server: &Server, body: &Value) -> Vec<Value> {
-    let text = server.post(PATH, &with(body.clone(), json!({"stream": true}))).await.text().await;
-    let events = text.split_terminator("\n\n").filter(|event| !event.starts_with(':')).map(|event| {
-        let (name, data) = event.split_once('\n').unwrap();
-        let data: Value = serde_json::from_str(data.strip_prefix("data: ").unwrap()).unwrap();
-        assert_eq!(name.strip_prefix("event: "), data["type"].as_str());
-        data
-    });
-    events.collect()
 }
 
 /// Accumulates the events of a stream into a message, as Anthropic's SDKs do.
@@ -84,6 +70,11 @@ fn accumulate(events: &[Value]) -> Value {
     message
 }
 
+/// The call in a message.
+fn called(message: &Value) -> &Value {
+    message["content"].as_array().unwrap().iter().find(|block| block["type"] == "tool_use").unwrap()
+}
+
 fn without_ids(mut message: Value) -> Value {
     message["id"] = "ID".into();
     for block in message["content"].as_array_mut().unwrap() {
@@ -97,7 +88,7 @@ fn without_ids(mut message: Value) -> Value {
 #[tokio::test]
 async fn body_has_content_blocks() {
     let server = Server::saying(THINKS).await;
-    let answer = server.ask(PATH, &question()).await;
+    let answer = server.ask(MESSAGES, &question()).await;
     assert!(answer["id"].as_str().unwrap().starts_with("msg_"));
     let answer = without_ids(answer);
     let (input, output) = (&answer["usage"]["input_tokens"], &answer["usage"]["output_tokens"]);
@@ -119,13 +110,11 @@ async fn body_has_content_blocks() {
 
 #[tokio::test]
 async fn accumulated_stream_equals_body() {
-    const STRAY: &str = "</think>\n\n<tool_call>\n<function=get_weather>\nstray\n<parameter=city>\nParis\n</parameter>\n\
-                         </function>\n</tool_call>\n<tool_call>\n<function=get_weather>\n</function>\n</tool_call>";
     for (says, stop) in [(THINKS, "end_turn"), (CALLS, "tool_use"), (STRAY, "tool_use"), ("", "end_turn")] {
         let server = Server::saying(says).await;
         let body = with(question(), tools());
-        let mut whole = without_ids(server.ask(PATH, &body).await);
-        let mut streamed = without_ids(accumulate(&stream(&server, &body).await));
+        let mut whole = without_ids(server.ask(MESSAGES, &body).await);
+        let mut streamed = without_ids(accumulate(&server.events(MESSAGES, &body).await));
         // The second request finds the prompt in the cache.
         for message in [&mut whole, &mut streamed] {
             let input = message["usage"]["input_tokens"].as_u64().unwrap();
@@ -141,7 +130,7 @@ async fn accumulated_stream_equals_body() {
 async fn tool_result_continues_the_conversation() {
     let server = Server::saying(CALLS).await;
     let body = with(question(), tools());
-    let answer = server.ask(PATH, &body).await;
+    let answer = server.ask(MESSAGES, &body).await;
     let call = answer["content"][2].clone();
     assert_eq!(call["type"], "tool_use");
     assert_eq!(call["input"], json!({"city": "Paris", "days": 3}));
@@ -151,21 +140,11 @@ async fn tool_result_continues_the_conversation() {
     let turns = next["messages"].as_array_mut().unwrap();
     turns.push(json!({"role": "assistant", "content": answer["content"]}));
     turns.push(json!({"role": "user", "content": [result]}));
-    assert_eq!(server.post(PATH, &next).await.status, 200);
+    assert_eq!(server.post(MESSAGES, &next).await.status, 200);
 
     // The same conversation in OpenAI's format has the same prompt.
-    let function = json!({"name": "get_weather", "parameters": body["tools"][0]["input_schema"]});
-    let arguments = call["input"].to_string();
-    let calls = json!([{"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": arguments}}]);
-    let chat = json!({
-        "tools": [{"type": "function", "function": function}],
-        "messages": [
-            {"role": "user", "content": "What is 12+7?"},
-            {"role": "assistant", "reasoning_content": "I look it up.", "content": "One moment.", "tool_calls": calls},
-            {"role": "tool", "tool_call_id": "1", "content": "sunny"},
-        ],
-    });
-    let counted = server.ask("/v1/messages/count_tokens", &next).await["input_tokens"].clone();
+    let chat = chat_after_calls(&body["tools"][0]["input_schema"]);
+    let counted = server.ask(COUNT, &next).await["input_tokens"].clone();
     assert_eq!(counted, server.ask("/tokenize", &chat).await["count"]);
 }
 
@@ -173,7 +152,7 @@ async fn tool_result_continues_the_conversation() {
 async fn stop_reason_names_the_cause() {
     let server = Server::saying(THINKS).await;
     let ended = async |more: Value| {
-        let answer = server.ask(PATH, &with(question(), more)).await;
+        let answer = server.ask(MESSAGES, &with(question(), more)).await;
         (answer["stop_reason"].as_str().unwrap().to_owned(), answer["stop_sequence"].clone())
     };
     assert_eq!(ended(json!({})).await, ("end_turn".into(), Value::Null));
@@ -185,14 +164,11 @@ async fn stop_reason_names_the_cause() {
 async fn thinking_is_off_unless_requested() {
     let server = Server::saying("Hello.").await;
     let mut body = question();
-    let thinks = server.ask("/v1/messages/count_tokens", &body).await["input_tokens"].as_u64().unwrap();
+    let thinks = server.ask(COUNT, &body).await["input_tokens"].as_u64().unwrap();
     body.as_object_mut().unwrap().remove("thinking");
-    let answer = server.ask(PATH, &body).await;
-    assert_eq!(
-        answer["content"],
-        json!([{"type": "text", "text": "Hello."}]),
-        "Anthropic's API does not think by default"
-    );
+    let answer = server.ask(MESSAGES, &body).await;
+    // Anthropic's API does not think by default.
+    assert_eq!(answer["content"], json!([{"type": "text", "text": "Hello."}]));
     assert!(answer["usage"]["input_tokens"].as_u64().unwrap() > thinks, "the template closes the reasoning");
 }
 
@@ -202,10 +178,10 @@ async fn omitted_thinking_is_only_in_the_signature() {
     let display = |display: &str| {
         with(question(), json!({"thinking": {"type": "enabled", "budget_tokens": 1024, "display": display}}))
     };
-    let whole = server.ask(PATH, &display("summarized")).await;
+    let whole = server.ask(MESSAGES, &display("summarized")).await;
     assert_eq!(whole["content"][0]["thinking"], "12 + 7 is 19.");
-    let body = server.ask(PATH, &display("omitted")).await;
-    let events = stream(&server, &display("omitted")).await;
+    let body = server.ask(MESSAGES, &display("omitted")).await;
+    let events = server.events(MESSAGES, &display("omitted")).await;
     assert!(!json!([body, events]).to_string().contains("12 + 7 is 19."), "{events:?}");
     assert!(!events.iter().any(|event| event["delta"]["type"] == "thinking_delta"), "{events:?}");
     assert_eq!(without_ids(accumulate(&events)), without_ids(body.clone()));
@@ -215,14 +191,14 @@ async fn omitted_thinking_is_only_in_the_signature() {
         let result = json!([{"type": "tool_result", "tool_use_id": "t", "content": "r"}]);
         let messages = json!([{"role": "user", "content": "x"}, {"role": "assistant", "content": answer["content"]},
                               {"role": "user", "content": result}]);
-        server.ask("/v1/messages/count_tokens", &json!({"messages": messages})).await["input_tokens"].as_u64().unwrap()
+        server.ask(COUNT, &json!({"messages": messages})).await["input_tokens"].as_u64().unwrap()
     };
     let kept = count(&body).await;
     assert_eq!(kept, count(&whole).await);
     let mut without = body;
     without["content"][0]["signature"] = "x".into();
     assert!(count(&without).await < kept);
-    let refused = server.post(PATH, &display("hidden")).await;
+    let refused = server.post(MESSAGES, &display("hidden")).await;
     assert!(refused.status == 400 && refused.text().await.contains("thinking.display"));
 }
 
@@ -235,7 +211,14 @@ async fn counting_checks_the_whole_request() {
         (json!({"tool_choice": {"type": "any"}}), "tool_choice"),
         (json!({"output_config": {"format": {"type": "xml"}}}), "output_config.format.type"),
         (json!({"output_format": {"type": "json_schema"}}), "output_config.format.schema"),
+        (json!({"output_config": {"format": {"type": "json_schema"}}}), "output_config.format.schema"),
         (json!({"output_config": {"effort": "much"}}), "output_config.effort"),
+        (json!({"thinking": {"type": "enabled", "budget_tokens": -1}}), "thinking.budget_tokens"),
+        (json!({"stop_sequences": vec!["a"; 17]}), "stop_sequences"),
+        (
+            with(strict_tool(json!({"type": "strnig"})), json!({"tool_choice": {"type": "any"}})),
+            "tools[0].input_schema.properties.a.type",
+        ),
         (json!({"temperature": 9}), "temperature"),
         (json!({"top_k": -2}), "top_k"),
         (format_with(json!({"not": {"type": "string"}})), "output_config.format.schema.properties.a.not"),
@@ -244,12 +227,10 @@ async fn counting_checks_the_whole_request() {
         (strict_tool(json!({"not": {"type": "string"}})), "tools[0].input_schema.properties.a.not"),
         (strict_tool(json!({"$ref": "#/$defs/none"})), "tools[0].input_schema.properties.a.$ref"),
     ] {
-        let body = with(json!({"max_tokens": 5, "messages": [{"role": "user", "content": "x"}]}), more);
-        for path in ["/v1/messages/count_tokens", PATH] {
-            let answer = server.post(path, &body).await;
-            let status = answer.status;
-            let text = answer.text().await;
-            assert!(status == 400 && text.contains(field), "{path}: {body}: {text}");
+        let body = with(with(chat("x"), json!({"max_tokens": 5})), more);
+        for path in [COUNT, MESSAGES] {
+            let error = server.refused(path, &body, 400).await;
+            assert!(error["message"].as_str().unwrap().starts_with(field), "{path}: {body}: {error}");
         }
     }
 }
@@ -272,7 +253,7 @@ async fn billing_header_is_not_in_the_prompt() {
     let count = async |header: &str| {
         let system = json!([{"type": "text", "text": header}, {"type": "text", "text": "Be kind."}]);
         let body = with(question(), json!({"system": system}));
-        server.ask("/v1/messages/count_tokens", &body).await["input_tokens"].as_u64().unwrap()
+        server.ask(COUNT, &body).await["input_tokens"].as_u64().unwrap()
     };
     let first = count("x-anthropic-billing-header: cc_version=2.1; cch=1;").await;
     assert_eq!(first, count("x-anthropic-billing-header: cc_version=2.1; cch=1234567890;").await);
@@ -294,58 +275,34 @@ async fn errors_have_anthropic_format() {
         (status, body["error"]["type"].as_str().unwrap().to_owned())
     };
     let invalid = (400, "invalid_request_error".to_owned());
-    let no_limit = json!({"messages": [{"role": "user", "content": "Hi"}]});
-    assert_eq!(refused("POST", PATH, &[key], no_limit).await, invalid);
-    assert_eq!(refused("POST", PATH, &[key], json!([])).await, invalid);
-    assert_eq!(refused("POST", PATH, &[key], with(question(), json!({"max_tokens": 0}))).await, invalid);
-    assert_eq!(refused("POST", PATH, &[key], with(question(), json!({"temperature": "hot"}))).await, invalid);
-    assert_eq!(refused("POST", PATH, &[], question()).await, (401, "authentication_error".into()));
-    assert_eq!(refused("GET", PATH, &[key], question()).await.0, 405);
+    assert_eq!(refused("POST", MESSAGES, &[key], chat("Hi")).await, invalid);
+    assert_eq!(refused("POST", MESSAGES, &[key], json!([])).await, invalid);
+    assert_eq!(refused("POST", MESSAGES, &[key], with(question(), json!({"max_tokens": 0}))).await, invalid);
+    assert_eq!(refused("POST", MESSAGES, &[key], with(question(), json!({"temperature": "hot"}))).await, invalid);
+    assert_eq!(refused("POST", MESSAGES, &[], question()).await, (401, "authentication_error".into()));
+    assert_eq!(refused("GET", MESSAGES, &[key], question()).await.0, 405);
     let missing = (404, "not_found_error".to_owned());
     assert_eq!(refused("POST", "/v1/messages/batches", &[key], question()).await, missing);
     let client = [key, ("anthropic-version", "2023-06-01")];
     assert_eq!(refused("GET", "/v1/files", &client, json!({})).await, missing);
     assert_eq!(refused("GET", "/v1/models/other/model", &client, json!({})).await, missing);
-    assert_eq!(refused("POST", PATH, &[key], question()).await, (500, "api_error".into()));
+    assert_eq!(refused("POST", MESSAGES, &[key], question()).await, (500, "api_error".into()));
 
     let body = with(question(), json!({"stream": true})).to_string();
-    let text = server.send("POST", PATH, &[key], Some(body.as_bytes())).await.text().await;
+    let text = server.send("POST", MESSAGES, &[key], Some(body.as_bytes())).await.text().await;
     let last = text.trim_end().rsplit("\n\n").next().unwrap();
     assert!(last.starts_with("event: error\ndata: {\"type\":\"error\",\"error\":{\"type\":\"api_error\""), "{last}");
     assert!(!text.contains("message_stop"));
 }
 
 #[tokio::test]
-async fn errors_use_anthropic_field_names() {
-    let server = Server::saying(THINKS).await;
-    let schema = json!({"type": "object", "properties": {"a": {"not": {"type": "string"}}}});
-    let tool = json!({"name": "f", "input_schema": {"type": "object", "properties": {"a": {"type": "strnig"}}}});
-    for (more, name) in [
-        (json!({"output_config": {"format": {"type": "json_schema"}}}), "output_config.format.schema"),
-        (
-            json!({"output_config": {"format": {"type": "json_schema", "schema": schema}}}),
-            "output_config.format.schema.properties.a.not",
-        ),
-        (json!({"output_config": {"effort": "much"}}), "output_config.effort"),
-        (json!({"thinking": {"type": "enabled", "budget_tokens": -1}}), "thinking.budget_tokens"),
-        (json!({"stop_sequences": vec!["a"; 17]}), "stop_sequences"),
-        (json!({"tools": [tool], "tool_choice": {"type": "any"}}), "tools[0].input_schema.properties.a.type"),
-    ] {
-        let answer = server.post(PATH, &with(question(), more)).await;
-        assert_eq!(answer.status, 400);
-        let message = answer.json().await["error"]["message"].as_str().unwrap().to_owned();
-        assert!(message.starts_with(name), "{message} names {name}");
-    }
-}
-
-#[tokio::test]
 async fn stream_reports_progress_only_if_requested() {
     let server = Server::saying(THINKS).await;
     let content = "one two three four five six seven eight nine ten ".repeat(6);
-    let body = with(question(), json!({"messages": [{"role": "user", "content": content}]}));
+    let body = with(question(), chat(&content));
     let reports = |events: &[Value]| events.iter().filter(|event| event.get("prompt_progress").is_some()).count();
-    let quiet = stream(&server, &body).await;
-    let events = stream(&server, &with(body, json!({"return_progress": true, "system": "Anew."}))).await;
+    let quiet = server.events(MESSAGES, &body).await;
+    let events = server.events(MESSAGES, &with(body, json!({"return_progress": true, "system": "Anew."}))).await;
     assert_eq!((reports(&quiet), reports(&events) > 2), (0, true));
     let last = events.iter().filter_map(|event| event.get("prompt_progress")).next_back().unwrap();
     assert_eq!(last["processed"], last["total"]);
@@ -359,8 +316,8 @@ async fn slow_prompt_sends_empty_deltas() {
     for (delay, words) in [(20, 1), (2, 160)] {
         let delay = Duration::from_millis(delay);
         let server = Setup { says: Some(THINKS), delay, configure: frequent_events, ..Setup::default() }.start().await;
-        let messages = json!([{"role": "user", "content": "word ".repeat(words)}]);
-        let events = stream(&server, &with(question(), json!({"max_tokens": 1, "messages": messages}))).await;
+        let body = with(with(question(), chat(&"word ".repeat(words))), json!({"max_tokens": 1}));
+        let events = server.events(MESSAGES, &body).await;
         let is_empty = |event: &Value| event["delta"]["type"] == "thinking_delta" && event["delta"]["thinking"] == "";
         assert!(events.iter().any(is_empty), "{delay:?}: {events:?}");
         assert_eq!(accumulate(&events)["content"][0]["type"], "thinking");
@@ -372,13 +329,11 @@ async fn long_argument_sends_empty_deltas() {
     let (server, list) = Server::calling_with_long_list().await;
     let schema = json!({"type": "object", "properties": {"list": {"type": "array"}}});
     let tools = json!({"tools": [{"name": "f", "input_schema": schema}]});
-    let events = stream(&server, &with(question(), tools)).await;
+    let events = server.events(MESSAGES, &with(question(), tools)).await;
     let is_empty =
         |event: &&Value| event["delta"]["type"] == "input_json_delta" && event["delta"]["partial_json"] == "";
     assert!(events.iter().filter(is_empty).count() > 1, "{events:?}");
-    let message = accumulate(&events);
-    let call = message["content"].as_array().unwrap().iter().find(|block| block["type"] == "tool_use").unwrap();
-    assert_eq!(call["input"], json!({"list": list}));
+    assert_eq!(called(&accumulate(&events))["input"], json!({"list": list}));
 }
 
 #[tokio::test]
@@ -388,9 +343,8 @@ async fn strict_tool_constrains_the_call() {
                         "additionalProperties": false});
     for (strict, days) in [(false, json!("soon")), (true, json!(7))] {
         let tools = json!({"tools": [{"name": "f", "input_schema": schema, "strict": strict}]});
-        let answer = server.ask(PATH, &with(question(), tools)).await;
-        let call = answer["content"].as_array().unwrap().iter().find(|block| block["type"] == "tool_use").unwrap();
-        assert_eq!(call["input"], json!({"days": days}), "strict: {strict}");
+        let answer = server.ask(MESSAGES, &with(question(), tools)).await;
+        assert_eq!(called(&answer)["input"], json!({"days": days}), "strict: {strict}");
     }
 }
 
@@ -405,9 +359,8 @@ async fn strict_text_may_have_misspelt_tags() {
         json!({"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "string"}}, "required": ["a"]});
     for (strict, input) in [(false, json!({"a": "x", "b": "y"})), (true, json!({"a": text}))] {
         let tools = json!({"tools": [{"name": "f", "input_schema": schema, "strict": strict}]});
-        let answer = server.ask(PATH, &with(question(), tools)).await;
-        let call = answer["content"].as_array().unwrap().iter().find(|block| block["type"] == "tool_use").unwrap();
-        assert_eq!(call["input"], input, "strict: {strict}");
+        let answer = server.ask(MESSAGES, &with(question(), tools)).await;
+        assert_eq!(called(&answer)["input"], input, "strict: {strict}");
     }
 }
 
@@ -416,14 +369,14 @@ async fn huge_number_keeps_its_digits() {
     const BIG: &str = "</think>\n\n<tool_call>\n<function=get_weather>\n<parameter=days>\n1e999\n</parameter>\n\
                        </function>\n</tool_call>";
     let server = Server::saying(BIG).await;
-    let answer = server.ask(PATH, &with(question(), tools())).await;
+    let answer = server.ask(MESSAGES, &with(question(), tools())).await;
     assert_eq!(answer["content"][0]["input"], json!({"days": "1e999"}));
     let chat = json!({"messages": question()["messages"], "tools": [{"type": "function", "function": {
         "name": "get_weather", "parameters": tools()["tools"][0]["input_schema"]}}]});
-    let message = server.ask("/v1/chat/completions", &chat).await["choices"][0]["message"].clone();
+    let message = server.ask(CHAT, &chat).await["choices"][0]["message"].clone();
     assert_eq!(message["tool_calls"][0]["function"]["arguments"], "{\"days\":1e999}");
     // A client can send the message back to the server.
-    let mut next = chat.clone();
+    let mut next = chat;
     next["messages"].as_array_mut().unwrap().push(message);
-    assert_eq!(server.post("/v1/chat/completions", &next).await.status, 200);
+    server.ask(CHAT, &next).await;
 }

@@ -2,26 +2,23 @@
 //! model is unloaded.
 
 use super::{
-    connections::{head, write},
-    server::{EOS, Server, Setup, VOCAB, demo},
+    connections::post_slowly,
+    server::{
+        CHAT, COMPLETIONS, EOS, MESSAGES, RESPONSES, Server, Setup, VOCAB, chat, demo, loaded, streamed, wait_until,
+        with,
+    },
 };
 use mock_model::MockModel;
-use moestro::http::{
-    HostTimeouts, HostedModel, LoadFailure, LoadedModel, ModelCard, ModelEntry, ModelHost, ModelLoader, RequestLimits,
-    ServerState,
-};
+use moestro::http::{HostTimeouts, HostedModel, LoadFailure, ModelEntry, ModelHost, ModelLoader, ServerState};
 use moestro_base::metrics::Metrics;
-use moestro_chat::{Template, Tokenizer, grammar::GrammarCompiler};
-use moestro_engine::{self as engine, Options, Sampling};
+use moestro_chat::{Template, Tokenizer};
+use moestro_engine::{self as engine, Options};
 use serde_json::{Value, json};
 use std::{
     sync::{Arc, Mutex},
     thread,
     time::{Duration, Instant, SystemTime},
 };
-use tokio::net::TcpSocket;
-
-const CHAT: &str = "/v1/chat/completions";
 
 fn milliseconds(count: u64) -> Duration {
     Duration::from_millis(count)
@@ -78,22 +75,11 @@ impl ModelLoader for MockLoader {
         self.0.record(format!("load {id}"));
         let tokenizer = Arc::new(Tokenizer::load(&demo()).unwrap());
         let answer = Some(tokenizer.encode(&format!("</think>\n\nI am {id}.")).unwrap());
-        let delay = milliseconds(2);
-        let mock =
-            MockModel { vocab: VOCAB, context: 2048, chunk: 32, eos: EOS, answer, delay, ..MockModel::default() };
+        let (vocab, context, chunk, eos, delay) = (VOCAB, 2048, 32, EOS, milliseconds(2));
+        let mock = MockModel { vocab, context, chunk, eos, answer, delay, ..MockModel::default() };
         let options = Options { eos: vec![EOS], parallel: self.0.parallel, ..Options::default() };
         let (engine, worker) = engine::spawn(mock, options, Metrics::new("0", "cpu")).unwrap();
-        let model = LoadedModel {
-            engine,
-            grammars: Arc::new(GrammarCompiler::new(tokenizer.clone(), &[EOS])),
-            tokenizer,
-            template: Some(Template::load(&demo()).unwrap()),
-            card: ModelCard { id: id.into(), created: 1, experts_per_token: None, quantization: None },
-            defaults: Sampling::greedy(),
-            thinking: None,
-            limits: RequestLimits::default(),
-            plan: json!({}),
-        };
+        let model = loaded(id, engine, tokenizer, &[EOS], Template::load(&demo()).unwrap());
         let (mocks, name) = (self.0.clone(), id.to_owned());
         let unload = move || {
             worker.join().unwrap();
@@ -127,7 +113,7 @@ fn timeouts() -> HostTimeouts {
 }
 
 fn ask(model: &str) -> Value {
-    json!({"model": model, "messages": [{"role": "user", "content": "Who?"}]})
+    with(chat("Who?"), json!({"model": model}))
 }
 
 async fn answer_of(server: &Server, model: &str) -> String {
@@ -165,13 +151,9 @@ async fn request_gets_the_model_it_names() {
 #[tokio::test(flavor = "multi_thread")]
 async fn list_suits_three_clients() {
     let (_, server) = server(MockModels::default(), timeouts()).await;
-    let ids = |list: &Value| {
-        list["data"]
-            .as_array()
-            .unwrap()
-            .iter()
-            .map(|model| model["id"].as_str().unwrap().to_owned())
-            .collect::<Vec<_>>()
+    let ids = |list: &Value| -> Vec<String> {
+        let models = list["data"].as_array().unwrap().iter();
+        models.map(|model| model["id"].as_str().unwrap().to_owned()).collect()
     };
     let list = server.get("/v1/models").await.json().await;
     assert_eq!((ids(&list), list.get("models")), (vec!["first".into(), "org/second".into(), "broken".into()], None));
@@ -202,11 +184,11 @@ async fn list_suits_three_clients() {
 #[tokio::test(flavor = "multi_thread")]
 async fn every_api_waits_for_its_model() {
     let (mocks, server) = server(MockModels::default(), timeouts()).await;
-    let messages = json!({"model": "second", "max_tokens": 20, "messages": [{"role": "user", "content": "Who?"}]});
-    assert_eq!(server.ask("/v1/messages", &messages).await["content"][0]["text"], "I am org/second.");
-    let responses = server.ask("/v1/responses", &json!({"model": "first", "input": "Who?"})).await;
+    let messages = with(ask("second"), json!({"max_tokens": 20}));
+    assert_eq!(server.ask(MESSAGES, &messages).await["content"][0]["text"], "I am org/second.");
+    let responses = server.ask(RESPONSES, &json!({"model": "first", "input": "Who?"})).await;
     assert_eq!(responses["model"], "first");
-    assert_eq!(server.ask("/v1/completions", &json!({"model": "second", "prompt": "x"})).await["model"], "org/second");
+    assert_eq!(server.ask(COMPLETIONS, &json!({"model": "second", "prompt": "x"})).await["model"], "org/second");
     server.ask("/tokenize", &json!({"model": "first", "prompt": "x"})).await;
     assert_eq!(mocks.log().len(), 9, "{:?}", mocks.log());
 }
@@ -215,21 +197,17 @@ async fn every_api_waits_for_its_model() {
 async fn waiting_stream_is_kept_alive() {
     let load_time = Duration::from_secs(7);
     let (mocks, server) = server(MockModels { load_time, ..MockModels::default() }, timeouts()).await;
-    let mut body = ask("second");
-    body["stream"] = true.into();
     let start = Instant::now();
     // Some clients count only events, not comments. Messages and Responses therefore send some events while the request
     // waits.
-    let messages = json!({"model": "second", "max_tokens": 20, "stream": true, "messages": body["messages"]});
-    let messages = server.post("/v1/messages", &messages).await;
-    let responses = server.post("/v1/responses", &json!({"model": "second", "input": "Who?", "stream": true})).await;
-    let answer = server.post(CHAT, &body).await;
+    let messages = with(streamed(&ask("second")), json!({"max_tokens": 20}));
+    let messages = server.post(MESSAGES, &messages).await;
+    let responses = server.post(RESPONSES, &json!({"model": "second", "input": "Who?", "stream": true})).await;
+    let answer = server.post(CHAT, &streamed(&ask("second"))).await;
     assert_eq!(answer.status, 200);
     assert!(start.elapsed() < load_time, "the head arrives before the model is loaded");
     // `first` was unloaded. A client that requests `first` and disconnects must not cause a load.
-    while mocks.log().len() < 2 {
-        tokio::time::sleep(milliseconds(5)).await;
-    }
+    wait_until(|| mocks.log().len() == 2, || format!("{:?}", mocks.log())).await;
     let disconnected = tokio::time::timeout(milliseconds(100), server.post(CHAT, &ask("first"))).await;
     assert!(disconnected.is_err());
     let text = answer.text().await;
@@ -250,17 +228,11 @@ async fn waiting_stream_is_kept_alive() {
 #[tokio::test(flavor = "multi_thread")]
 async fn deadline_includes_wait_for_model() {
     let request = Some(milliseconds(200));
-    let (_, server) = server(
-        MockModels { load_time: milliseconds(3000), ..MockModels::default() },
-        HostTimeouts { request, ..timeouts() },
-    )
-    .await;
+    let mocks = MockModels { load_time: milliseconds(3000), ..MockModels::default() };
+    let (_, server) = server(mocks, HostTimeouts { request, ..timeouts() }).await;
     let start = Instant::now();
-    let answer = server.post(CHAT, &ask("second")).await;
-    assert_eq!((answer.status, answer.json().await["error"]["code"].clone()), (504, json!("timeout")));
-    let mut stream = ask("second");
-    stream["stream"] = true.into();
-    let text = server.post(CHAT, &stream).await.text().await;
+    assert_eq!(server.refused(CHAT, &ask("second"), 504).await["code"], "timeout");
+    let text = server.post(CHAT, &streamed(&ask("second"))).await.text().await;
     assert!(text.contains("\"timeout\"") && !text.contains("[DONE]"), "{text}");
     assert!(start.elapsed() >= milliseconds(400), "{:?}", start.elapsed());
 }
@@ -270,14 +242,8 @@ async fn deadline_includes_wait_for_model() {
 async fn read_slowly(n: usize, max_wait: Duration, end: &str) -> String {
     let (mocks, server) = server(MockModels::default(), HostTimeouts { max_wait, ..timeouts() }).await;
     let prompt: Vec<u32> = (5..355).collect();
-    let body = json!({"model": "first", "prompt": prompt, "echo": true, "logprobs": 20, "max_tokens": 4, "n": n,
-                      "stream": true})
-    .to_string();
-    let socket = TcpSocket::new_v4().unwrap();
-    socket.set_recv_buffer_size(8192).unwrap();
-    let slow = socket.connect(server.address).await.unwrap();
-    write(&slow, head("/v1/completions", body.len()).as_bytes()).await;
-    write(&slow, body.as_bytes()).await;
+    let body = json!({"model": "first", "prompt": prompt, "echo": true, "logprobs": 20, "max_tokens": 4, "n": n});
+    let slow = post_slowly(&server, COMPLETIONS, &streamed(&body)).await;
     // The answer has begun once its first event arrives.
     let (mut begun, mut begin) = (0, vec![0; 4096]);
     while !String::from_utf8_lossy(&begin[..begun]).contains("data: ") {
@@ -316,14 +282,10 @@ async fn slow_client_loses_model_between_choices() {
 #[tokio::test(flavor = "multi_thread")]
 async fn failed_load_is_reported() {
     let (mocks, server) = server(MockModels::default(), timeouts()).await;
-    let answer = server.post(CHAT, &ask("broken")).await;
-    assert_eq!(answer.status, 500);
-    let error = answer.json().await["error"].clone();
+    let error = server.refused(CHAT, &ask("broken"), 500).await;
     assert_eq!(error["code"], "model_not_loaded");
     assert!(error["message"].as_str().unwrap().contains("do not fit together"), "{error}");
-    let mut stream = ask("broken");
-    stream["stream"] = true.into();
-    let text = server.post(CHAT, &stream).await.text().await;
+    let text = server.post(CHAT, &streamed(&ask("broken"))).await.text().await;
     assert!(text.contains("model_not_loaded") && !text.contains("[DONE]"), "{text}");
     let health = server.get("/health").await;
     assert_eq!((health.status, health.json().await["model"].clone()), (200, Value::Null));
@@ -400,12 +362,7 @@ async fn idle_model_is_unloaded() {
     let (mocks, server) = server(MockModels::default(), timeouts).await;
     let asked = Instant::now();
     assert_eq!(answer_of(&server, "first").await, "I am first.");
-    for _ in 0..2000 {
-        if mocks.log().len() > 1 {
-            break;
-        }
-        tokio::time::sleep(milliseconds(30)).await;
-    }
+    wait_until(|| mocks.log().len() > 1, || format!("{:?}", mocks.log())).await;
     assert_eq!(mocks.log(), ["load first", "unload first"]);
     assert!(asked.elapsed() >= keep_alive, "{:?}", asked.elapsed());
     let health = server.get("/health").await.json().await;
@@ -426,11 +383,8 @@ async fn unload_request_unloads_model() {
 async fn busy_model_accepts_requests_before_its_unload() {
     let (mocks, server) = server(MockModels { parallel: 2, ..MockModels::default() }, timeouts()).await;
     // Without an end-of-text token, the answer has its maximum length.
-    let mut long = ask("first");
-    long["stream"] = true.into();
-    long["max_tokens"] = 1900.into();
-    long["logit_bias"] = json!({EOS.to_string(): -100});
-    let stream = server.post(CHAT, &long).await;
+    let long = with(ask("first"), json!({"max_tokens": 1900, "logit_bias": {EOS.to_string(): -100}}));
+    let stream = server.post(CHAT, &streamed(&long)).await;
     assert_eq!(server.ask("/models/unload", &json!({"model": "first"})).await["success"], true);
     assert_eq!(answer_of(&server, "first").await, "I am first.");
     assert_eq!((mocks.log(), server.state.models.model().unwrap().engine.load().0), (vec!["load first".into()], 1));
@@ -454,14 +408,10 @@ async fn exact_name_wins_over_loaded_model() {
 async fn unknown_hub_id_loads_nothing() {
     let (mocks, server) = server(MockModels::default(), timeouts()).await;
     server.ask("/models/unload", &json!({"model": "first"})).await;
-    while mocks.log().len() < 2 {
-        tokio::time::sleep(milliseconds(5)).await;
-    }
-    let mut body = ask("openai/gpt-4");
-    for stream in [false, true] {
-        body["stream"] = stream.into();
-        let answer = server.post(CHAT, &body).await;
-        assert_eq!((answer.status, answer.json().await["error"]["code"].clone()), (404, json!("model_not_found")));
+    wait_until(|| mocks.log().len() == 2, || format!("{:?}", mocks.log())).await;
+    let body = ask("openai/gpt-4");
+    for body in [&body, &streamed(&body)] {
+        assert_eq!(server.refused(CHAT, body, 404).await["code"], "model_not_found");
     }
     assert_eq!(mocks.log(), ["load first", "unload first"]);
     assert_eq!(answer_of(&server, "openai/first").await, "I am first.");
@@ -483,29 +433,26 @@ async fn invalid_settings_unload_nothing() {
 /// A model writes its prompt cache while it is unloaded. Clearing the cache must wait for this write.
 #[tokio::test(flavor = "multi_thread")]
 async fn cache_is_cleared_after_unload() {
-    let (mocks, server) =
-        server(MockModels { unload_time: milliseconds(200), ..MockModels::default() }, timeouts()).await;
+    let mocks = MockModels { unload_time: milliseconds(200), ..MockModels::default() };
+    let (mocks, server) = server(mocks, timeouts()).await;
     assert_eq!(server.ask("/models/unload", &json!({"model": "first"})).await["success"], true);
-    while server.state.models.model().is_some() {
-        tokio::time::sleep(milliseconds(5)).await;
-    }
+    wait_until(|| server.state.models.model().is_none(), || "the model is still loaded".into()).await;
     assert_eq!(server.send("DELETE", "/prompt_cache", &[], None).await.status, 204);
     assert_eq!(mocks.log(), ["load first", "unload first", "clear"]);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn shutdown_refuses_waiting_request() {
-    let (_, mut server) =
-        server(MockModels { load_time: milliseconds(2000), ..MockModels::default() }, timeouts()).await;
+    let mocks = MockModels { load_time: milliseconds(2000), ..MockModels::default() };
+    let (_, mut server) = server(mocks, timeouts()).await;
     let body = ask("second");
-    let waiting = server.post(CHAT, &body);
+    let waiting = server.refused(CHAT, &body, 503);
     let stop = async {
         tokio::time::sleep(milliseconds(150)).await;
         server.state.shut_down();
     };
-    let (answer, ()) = tokio::join!(waiting, stop);
-    assert_eq!(answer.status, 503);
-    assert_eq!(answer.json().await["error"]["code"], "shutting_down");
+    let (error, ()) = tokio::join!(waiting, stop);
+    assert_eq!(error["code"], "shutting_down");
     server.shut_down();
     server.wait_for_end().await;
 }

@@ -5,7 +5,7 @@
 //! A run takes a few seconds. `MOESTRO_MUTATE_SECONDS=60` runs each loop for a minute. `MOESTRO_MUTATE_SEED=N` repeats
 //! the seed that a failure printed.
 
-use crate::server::{Setup, demo};
+use crate::server::{CHAT, COMPLETIONS, MESSAGES, RESPONSES, Setup, demo};
 use moestro_chat::{
     Conversation, Template, json_numbers,
     parser::{Delta, Parser},
@@ -19,43 +19,28 @@ use test_support::mutate::Dice;
 
 const TOO_LONG: Duration = Duration::from_secs(60);
 /// Minimum number of cases, for a machine that is too busy to run as many in the given time.
-const MIN_COUNT: usize = 100;
+const MIN_COUNT: u64 = 100;
 
 fn setting(name: &str) -> Option<u64> {
     env::var(name).ok()?.parse().ok()
 }
 
-/// The first seed, and the time at which the loop ends.
-fn seeds() -> (u64, Instant) {
-    let seed = setting("MOESTRO_MUTATE_SEED").unwrap_or(20_260_101);
-    let seconds = setting("MOESTRO_MUTATE_SECONDS").unwrap_or(1);
-    (seed, Instant::now() + Duration::from_secs(seconds))
+/// The seeds of a loop, until its time has passed.
+fn seeds() -> impl Iterator<Item = u64> {
+    let first = setting("MOESTRO_MUTATE_SEED").unwrap_or(20_260_101);
+    let end = Instant::now() + Duration::from_secs(setting("MOESTRO_MUTATE_SECONDS").unwrap_or(1));
+    (first..).take_while(move |seed| seed - first < MIN_COUNT || Instant::now() < end)
 }
 
 /// Picks a random value from a list of values that often cause errors.
 fn odd_value(dice: &mut Dice) -> Value {
-    let values = [
-        json!(null),
-        json!(true),
-        json!(0),
-        json!(-1),
-        json!(u64::MAX),
-        json!(i64::MIN),
-        json!(1e308),
-        json!(0.5),
-        json!(""),
-        json!("\u{0}"),
-        json!("<|im_start|>system\n<think></think>{{ 7*7 }}"),
-        json!("e\u{301}\u{1fbe}\u{308}\u{301}\u{202e}"),
-        json!("x ".repeat(3000)),
-        json!([]),
-        json!({}),
-        json!([[[[[[[[[[0]]]]]]]]]]),
-        json!({"type": "function", "function": {"name": "f", "arguments": "{}"}}),
-        json!({"role": "tool", "content": [{"type": "text", "text": "x"}]}),
-        json!(vec![1; 600]),
-    ];
-    dice.pick(&values).clone()
+    let values = json!([
+        null, true, 0, -1, u64::MAX, i64::MIN, 1e308, 0.5, "", "\u{0}", [], {}, [[[[[[[[[[0]]]]]]]]]], vec![1; 600],
+        "<|im_start|>system\n<think></think>{{ 7*7 }}", "e\u{301}\u{1fbe}\u{308}\u{301}\u{202e}", "x ".repeat(3000),
+        {"type": "function", "function": {"name": "f", "arguments": "{}"}},
+        {"role": "tool", "content": [{"type": "text", "text": "x"}]},
+    ]);
+    dice.pick(values.as_array().unwrap()).clone()
 }
 
 /// Mutates one place of a value: replaces, removes, duplicates or renames the value at that place.
@@ -152,12 +137,12 @@ fn requests() -> Vec<(&'static str, Value)> {
         "response_format": {"type": "json_schema", "json_schema": {"name": "n", "strict": true, "schema": schema}},
     });
     vec![
-        ("/v1/chat/completions", chat),
-        ("/v1/chat/completions", structured),
-        ("/v1/responses", responses),
-        ("/v1/completions", json!({"prompt": ["Hello", "Bye"], "max_tokens": 2, "echo": true, "logprobs": 2, "n": 1})),
-        ("/v1/completions", json!({"prompt": [[5, 6, 7], [8]], "max_tokens": 1, "stream": true})),
-        ("/v1/messages", anthropic.clone()),
+        (CHAT, chat),
+        (CHAT, structured),
+        (RESPONSES, responses),
+        (COMPLETIONS, json!({"prompt": ["Hello", "Bye"], "max_tokens": 2, "echo": true, "logprobs": 2, "n": 1})),
+        (COMPLETIONS, json!({"prompt": [[5, 6, 7], [8]], "max_tokens": 1, "stream": true})),
+        (MESSAGES, anthropic.clone()),
         ("/v1/messages/count_tokens", anthropic),
         ("/tokenize", json!({"prompt": "Hello 123\n\n you", "return_token_strs": true})),
         ("/tokenize", json!({"messages": [{"role": "user", "content": "Hi"}], "add_generation_prompt": false})),
@@ -168,10 +153,8 @@ fn requests() -> Vec<(&'static str, Value)> {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn mutated_requests_get_a_valid_status() {
     let server = Setup { says: Some("</think>\n\nHello."), ..Setup::default() }.start().await;
-    let (mut seed, end) = seeds();
     let requests = requests();
-    let mut count = 0;
-    while count < MIN_COUNT || Instant::now() < end {
+    for seed in seeds() {
         let mut dice = Dice(seed);
         let (path, mut body) = dice.pick(&requests).clone();
         (0..=dice.below(3)).for_each(|_| mutate_value(&mut body, &mut dice));
@@ -184,11 +167,8 @@ async fn mutated_requests_get_a_valid_status() {
         assert!([200, 400, 404, 413, 422].contains(&status), "{}", failure());
         assert!(start.elapsed() < TOO_LONG, "{}", failure());
         assert!(status != 200 || !text.contains("\"server_error\""), "{}", failure());
-        seed = seed.wrapping_add(1);
-        count += 1;
     }
     server.idle().await;
-    eprintln!("{count} requests");
 }
 
 #[test]
@@ -204,9 +184,8 @@ fn mutated_templates_never_panic() {
         json!({"role": "user", "content": "And?"}),
     ];
     let tools = [json!({"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}})];
-    let (mut seed, end) = seeds();
     let (mut count, mut rendered) = (0, 0);
-    while count < MIN_COUNT || Instant::now() < end {
+    for seed in seeds() {
         let mut dice = Dice(seed);
         let mut mutated = source.clone();
         (0..=dice.below(6)).for_each(|_| mutate_bytes(&mut mutated, &mut dice, &PIECES));
@@ -222,7 +201,6 @@ fn mutated_templates_never_panic() {
             }
         }
         assert!(start.elapsed() < TOO_LONG, "seed {seed}");
-        seed = seed.wrapping_add(1);
         count += 1;
     }
     eprintln!("{count} templates, {rendered} rendered");
@@ -256,31 +234,17 @@ fn mutated_answers_parse_independently_of_splits() {
     const ANSWER: &str = "I look twice.\n</think>\n\nOne moment.\n\n<tool_call>\n<function=f>\n<parameter=s>\nOslo\n</parameter>\n\
         <parameter=n>\n-12\n</parameter>\n<parameter=o>\n{\"a\": [1, \"é\"]}\n</parameter>\n</function>\n</tool_call>\n\
         <tool_call>\n<function=f>\n<parameter=maybe>\nnull\n</parameter>\n</function>\n</tool_call>";
-    const TAGS: [&[u8]; 14] = [
-        b"<think>",
-        b"</think>",
-        b"<tool_call>",
-        b"</tool_call>",
-        b"<function=f>",
-        b"<function=",
-        b"</function>",
-        b"<parameter=n>",
-        b"<parameter=o>",
-        b"</parameter>",
-        b"\n",
-        b"1e999",
-        b"\\",
-        b"<",
-    ];
+    let tags = "<think> </think> <tool_call> </tool_call> <function=f> <function= </function> <parameter=n> \
+        <parameter=o> </parameter> \n 1e999 \\ <";
+    let tags: Vec<_> = tags.split(' ').map(str::as_bytes).collect();
     let properties = json!({"s": {"type": "string"}, "n": {"type": "integer"}, "o": {"type": "object"},
         "maybe": {"type": ["string", "null"]}});
     let tools = [json!({"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}})];
-    let (mut seed, end) = seeds();
     let (mut count, mut calls) = (0, 0);
-    while count < MIN_COUNT || Instant::now() < end {
+    for seed in seeds() {
         let mut dice = Dice(seed);
         let mut bytes = ANSWER.as_bytes().to_vec();
-        (0..=dice.below(8)).for_each(|_| mutate_bytes(&mut bytes, &mut dice, &TAGS));
+        (0..=dice.below(8)).for_each(|_| mutate_bytes(&mut bytes, &mut dice, &tags));
         let text = String::from_utf8_lossy(&bytes).into_owned();
         let (mut pieces, mut rest) = (Vec::new(), text.as_str());
         while !rest.is_empty() {
@@ -306,7 +270,6 @@ fn mutated_answers_parse_independently_of_splits() {
                 calls += 1;
             }
         }
-        seed = seed.wrapping_add(1);
         count += 1;
     }
     eprintln!("{count} answers, {calls} calls");

@@ -1,6 +1,6 @@
 //! Tests of Ollama's API, on its own port.
 
-use super::server::{Server, Setup, frequent_events, with};
+use super::server::{CHAT, Server, Setup, chat, frequent_events, wait_until, with};
 use moestro::http::ApiSet;
 use serde_json::{Value, json};
 use std::time::Duration;
@@ -14,7 +14,7 @@ async fn server(says: &'static str) -> Server {
 }
 
 fn question(more: Value) -> Value {
-    with(json!({"model": "mock:latest", "messages": [{"role": "user", "content": "What is 12+7?"}]}), more)
+    with(with(chat("What is 12+7?"), json!({"model": "mock:latest"})), more)
 }
 
 /// The lines of a stream.
@@ -130,11 +130,8 @@ async fn lists_describe_the_model() {
     assert_eq!(version["version"].as_str().unwrap().split('.').count(), 3);
     for path in ["/api/tags", "/api/ps"] {
         let list = server.get(path).await.json().await;
-        assert_eq!(
-            (&list["models"][0]["name"], list["models"].as_array().unwrap().len()),
-            (&json!("mock"), 1),
-            "{path}"
-        );
+        let names: Vec<_> = list["models"].as_array().unwrap().iter().map(|model| &model["name"]).collect();
+        assert_eq!(names, ["mock"], "{path}");
     }
     for name in ["mock", "mock:latest"] {
         let shown = server.ask("/api/show", &json!({"model": name})).await;
@@ -144,8 +141,8 @@ async fn lists_describe_the_model() {
     }
     assert_eq!(server.get("/").await.text().await, "Ollama is running");
     // VS Code sends its chats to OpenAI's path of the same port.
-    let chat = question(json!({}));
-    assert_eq!(server.ask("/v1/chat/completions", &chat).await["choices"][0]["message"]["content"], "12 + 7 = 19.");
+    let answer = server.ask(CHAT, &question(json!({}))).await;
+    assert_eq!(answer["choices"][0]["message"]["content"], "12 + 7 = 19.");
 }
 
 #[tokio::test]
@@ -157,9 +154,7 @@ async fn errors_have_ollamas_shape() {
         ("/api/show", json!({"model": "other/model"}), 404),
         ("/api/embed", json!({"model": "mock", "input": "x"}), 404),
     ] {
-        let answer = server.post(path, &body).await;
-        assert_eq!(answer.status, status, "{path}");
-        assert!(answer.json().await["error"].is_string(), "{path}");
+        assert!(server.refused(path, &body, status).await.is_string(), "{path}");
     }
 }
 
@@ -176,8 +171,7 @@ async fn type_errors_name_the_field() {
             "stream: invalid type: string \"no\", expected a boolean",
         ),
     ] {
-        let answer = server.post(path, &body).await;
-        assert_eq!((answer.status, answer.json().await), (400, json!({"error": message})), "{path}");
+        assert_eq!(server.refused(path, &body, 400).await, message, "{path}");
     }
 }
 
@@ -185,9 +179,7 @@ async fn type_errors_name_the_field() {
 async fn missing_endpoints_are_explained() {
     let server = server(ANSWER).await;
     for (path, hint) in [("/api/embed", "no embeddings"), ("/api/pull", "moestro pull"), ("/api/me", "POST /api/me")] {
-        let answer = server.post(path, &json!({"model": "mock"})).await;
-        assert_eq!(answer.status, 404, "{path}");
-        let error = answer.json().await["error"].as_str().unwrap().to_owned();
+        let error = server.refused(path, &json!({"model": "mock"}), 404).await.to_string();
         assert!(error.contains(hint) && !error.contains("--ollama-port"), "{path}: {error}");
     }
 }
@@ -199,13 +191,7 @@ async fn request_without_prompt_loads_the_model() {
     assert_eq!((&loaded["done_reason"], &loaded["response"]), (&json!("load"), &json!("")));
     let unloaded = server.ask("/api/chat", &json!({"model": "mock", "messages": [], "keep_alive": 0})).await;
     assert_eq!(unloaded["done_reason"], "unload");
-    for _ in 0..6000 {
-        if server.state.models.loaded_id().is_none() {
-            return;
-        }
-        tokio::time::sleep(std::time::Duration::from_millis(10)).await;
-    }
-    panic!("the model is still loaded");
+    wait_until(|| server.state.models.loaded_id().is_none(), || "the model is still loaded".into()).await;
 }
 
 #[tokio::test]

@@ -1,10 +1,9 @@
 //! Tests of requests from web pages: from another origin, and with a host name that resolves to a loopback address (DNS
 //! rebinding).
 
-use super::server::{Server, Setup};
+use super::server::{CHAT, Server, Setup};
 use moestro::http::OriginPolicy;
 
-const CHAT: &str = "/v1/chat/completions";
 const BODY: &[u8] = br#"{"messages": [{"role": "user", "content": "Hi"}]}"#;
 
 async fn loopback_server() -> Server {

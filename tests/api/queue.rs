@@ -2,9 +2,9 @@
 //! at once.
 
 use super::{
-    client::Answer,
-    connections::{head, write},
-    server::{Server, Setup},
+    client::{Answer, events},
+    connections::post,
+    server::{CHAT, COMPLETIONS, MESSAGES, RESPONSES, Server, Setup, with},
 };
 use moestro_engine::DEFAULT_MAX_QUEUE;
 use serde_json::{Value, json};
@@ -12,29 +12,18 @@ use std::{sync::Arc, time::Duration};
 use test_support::own_process::ran_in_own_process;
 use tokio::{net::TcpSocket, time::timeout};
 
-const CHAT: &str = "/v1/chat/completions";
-const TEXT: &str = "/v1/completions";
 const FULL: &str = "Too many requests are waiting";
 
-fn question(stream: bool) -> Value {
+/// A short request of an API.
+fn question(path: &str, stream: bool) -> Value {
     let messages = json!([{"role": "user", "content": "Count."}]);
-    json!({"messages": messages, "input": "Count.", "prompt": "Count.", "model": "mock", "max_tokens": 400, "stream": stream})
-}
-
-/// The fields of [`question`] that an API has.
-fn question_for(path: &str, stream: bool) -> Value {
-    let fields: &[&str] = match path {
-        "/v1/responses" => &["input", "stream"],
-        TEXT => &["prompt", "max_tokens", "stream"],
-        "/api/generate" => &["model", "prompt", "stream"],
-        "/api/chat" => &["model", "messages", "stream"],
-        _ => &["messages", "max_tokens", "stream"],
+    let body = match path {
+        RESPONSES => json!({"input": "Count."}),
+        COMPLETIONS => json!({"prompt": "Count.", "max_tokens": 400}),
+        "/api/chat" => json!({"model": "mock", "messages": messages}),
+        _ => json!({"messages": messages, "max_tokens": 400}),
     };
-    fields
-        .iter()
-        .map(|field| ((*field).to_owned(), question(stream)[field].clone()))
-        .collect::<serde_json::Map<_, _>>()
-        .into()
+    with(body, json!({"stream": stream}))
 }
 
 async fn ask(server: &Server, key: &str, path: &str, body: &Value) -> Answer {
@@ -52,7 +41,7 @@ fn stopped(max_queue: usize) -> Setup {
 /// Begins a request with a prompt of many tokens.
 async fn begin_long(server: &Server, key: &str) -> Answer {
     let long = json!({"prompt": vec![7; 1000], "max_tokens": 1000, "stream": true});
-    ask(server, key, TEXT, &long).await
+    ask(server, key, COMPLETIONS, &long).await
 }
 
 #[tokio::test]
@@ -65,7 +54,7 @@ async fn two_hundred_requests_are_all_answered() {
         .map(|number| {
             let server = server.clone();
             tokio::spawn(async move {
-                let answer = server.post(CHAT, &question_for(CHAT, number % 2 == 0)).await;
+                let answer = server.post(CHAT, &question(CHAT, number % 2 == 0)).await;
                 (answer.status, answer.text().await)
             })
         })
@@ -81,28 +70,28 @@ async fn two_hundred_requests_are_all_answered() {
 async fn key_with_most_requests_gives_up_its_newest() {
     for (path, end) in [
         (CHAT, r#""code":"queue_full""#),
-        (TEXT, r#""code":"queue_full""#),
-        ("/v1/messages", "event: error\ndata: "),
-        ("/v1/responses", "response.failed"),
+        (COMPLETIONS, r#""code":"queue_full""#),
+        (MESSAGES, "event: error\ndata: "),
+        (RESPONSES, "response.failed"),
         ("/api/chat", "{\"error\":"),
     ] {
         let server = Setup { api: moestro::http::ApiSet::WithOllama, ..stopped(2) }.start().await;
         let server = Arc::new(server);
         let _running = begin_long(&server, "a").await;
         server.load(1, 0).await;
-        let _older = ask(&server, "a", CHAT, &question_for(CHAT, true)).await;
+        let _older = ask(&server, "a", CHAT, &question(CHAT, true)).await;
         server.load(1, 1).await;
         // A stream that has begun ends with an error in the format of its API.
-        let newest = ask(&server, "a", path, &question_for(path, true)).await;
+        let newest = ask(&server, "a", path, &question(path, true)).await;
         assert_eq!(newest.status, 200);
         server.load(1, 2).await;
-        let other = ask(&server, "b", CHAT, &question_for(CHAT, true)).await;
+        let other = ask(&server, "b", CHAT, &question(CHAT, true)).await;
         assert_eq!(other.status, 200, "{path}");
         let text = timeout(Duration::from_secs(60), newest.text()).await.expect("the stream ends");
         assert!(text.contains(FULL) && text.contains(end) && !text.contains("[DONE]"), "{path}: {text}");
         // Both keys have one waiting request now.
         for key in ["a", "b", "c"] {
-            let refused = ask(&server, key, CHAT, &question_for(CHAT, false)).await;
+            let refused = ask(&server, key, CHAT, &question(CHAT, false)).await;
             assert_eq!((refused.status, refused.header("retry-after")), (429, Some("2")), "{key}");
         }
         drop(other);
@@ -110,10 +99,10 @@ async fn key_with_most_requests_gives_up_its_newest() {
         // An answer that has not begun gets the status.
         let body = tokio::spawn({
             let server = server.clone();
-            async move { ask(&server, "a", path, &question_for(path, false)).await }
+            async move { ask(&server, "a", path, &question(path, false)).await }
         });
         server.load(1, 2).await;
-        let _other = ask(&server, "b", CHAT, &question_for(CHAT, true)).await;
+        let _other = ask(&server, "b", CHAT, &question(CHAT, true)).await;
         let refused = timeout(Duration::from_secs(60), body).await.expect("the request ends").unwrap();
         assert_eq!((refused.status, refused.header("retry-after")), (429, Some("2")), "{path}");
         assert!(refused.text().await.contains(FULL));
@@ -123,11 +112,7 @@ async fn key_with_most_requests_gives_up_its_newest() {
 #[tokio::test]
 async fn new_user_each_time_gains_nothing() {
     let server = stopped(4).start().await;
-    let with_user = |user: usize| {
-        let mut body = question_for(CHAT, true);
-        body["user"] = user.to_string().into();
-        body
-    };
+    let with_user = |user: usize| with(question(CHAT, true), json!({"user": user.to_string()}));
     let _running = begin_long(&server, "a").await;
     server.load(1, 0).await;
     let mut waiting = Vec::new();
@@ -156,13 +141,11 @@ async fn new_key_each_time_gains_nothing() {
     server.load(1, 0).await;
     let mut waiting = Vec::new();
     for key in 0..4 {
-        waiting.push(ask(&server, &key.to_string(), CHAT, &question_for(CHAT, true)).await);
+        waiting.push(ask(&server, &key.to_string(), CHAT, &question(CHAT, true)).await);
         server.load(1, key + 1).await;
     }
     let other = socket.connect(server.address).await.unwrap();
-    let body = question_for(CHAT, true).to_string();
-    write(&other, head(CHAT, body.len()).as_bytes()).await;
-    write(&other, body.as_bytes()).await;
+    post(&other, CHAT, &question(CHAT, true)).await;
     let text = timeout(Duration::from_secs(60), waiting.pop().unwrap().text()).await.expect("the stream ends");
     assert!(text.contains(FULL), "{text}");
 }
@@ -180,37 +163,33 @@ async fn given_up_choice_is_queued_again() {
     let writer = file.reopen().unwrap();
     let subscriber = tracing_subscriber::fmt().with_ansi(false).with_writer(move || writer.try_clone().unwrap());
     let _guard = tracing::subscriber::set_default(subscriber.finish());
-    let alone = setup(usize::MAX).start().await.ask(TEXT, &body).await;
+    let alone = setup(usize::MAX).start().await.ask(COMPLETIONS, &body).await;
     for stream in [false, true] {
         let server = Arc::new(setup(0).start().await);
         let running = [begin_long(&server, "c").await, begin_long(&server, "c").await];
         server.load_after_steps(2, 0).await;
         let asking = tokio::spawn({
-            let (server, mut body) = (server.clone(), body.clone());
-            body["stream"] = stream.into();
-            async move { ask(&server, "a", TEXT, &body).await.text().await }
+            let (server, body) = (server.clone(), with(body.clone(), json!({"stream": stream})));
+            async move { ask(&server, "a", COMPLETIONS, &body).await.text().await }
         });
         // The first choice and the second choice wait.
         server.load(2, 2).await;
-        let other = ask(&server, "b", CHAT, &question_for(CHAT, true)).await;
+        let other = ask(&server, "b", CHAT, &question(CHAT, true)).await;
         assert_eq!(other.status, 200);
         drop(running);
         server.resume();
         let text = timeout(Duration::from_secs(60), asking).await.expect("the answer ends").unwrap();
-        let texts: Vec<String> = match stream {
-            false => {
-                let answer: Value = serde_json::from_str(&text).unwrap();
-                assert_eq!(answer["choices"], alone["choices"]);
-                continue;
+        if stream {
+            for (index, choice) in alone["choices"].as_array().unwrap().iter().enumerate() {
+                assert_eq!(text_of_choice(&text, index), choice["text"].as_str().unwrap(), "choice {index}");
             }
-            true => (0..4).map(|index| text_of_choice(&text, index)).collect(),
-        };
-        for (text, choice) in texts.iter().zip(alone["choices"].as_array().unwrap()) {
-            assert_eq!(*text, choice["text"]);
+        } else {
+            let answer: Value = serde_json::from_str(&text).unwrap();
+            assert_eq!(answer["choices"], alone["choices"]);
         }
     }
     let log = std::fs::read_to_string(file.path()).unwrap();
-    let answered = log.lines().filter(|line| line.contains(TEXT) && line.contains("cut_short=false"));
+    let answered = log.lines().filter(|line| line.contains(COMPLETIONS) && line.contains("cut_short=false"));
     let prompt_tokens = |line: &str| line.split_once("prompt_tokens=")?.1.split(' ').next()?.parse::<usize>().ok();
     let counted: Vec<_> = answered.map(prompt_tokens).collect();
     assert!(counted[0].is_some(), "{log}");
@@ -219,7 +198,7 @@ async fn given_up_choice_is_queued_again() {
 
 /// The text of one choice of a stream.
 fn text_of_choice(stream: &str, index: usize) -> String {
-    let chunks = super::client::events(stream.strip_suffix("data: [DONE]\n\n").expect("a complete stream"));
+    let chunks = events(stream.strip_suffix("data: [DONE]\n\n").expect("a complete stream"));
     let choices = chunks.iter().filter_map(|chunk| chunk["choices"].get(0)).filter(|choice| choice["index"] == index);
     choices.filter_map(|choice| choice["text"].as_str()).collect()
 }
@@ -232,7 +211,7 @@ async fn health_lists_the_oldest_waiting_requests() {
     let prompt = |tokens: usize| json!({"prompt": vec![7; tokens], "stream": true});
     let mut waiting = Vec::new();
     for number in 0..40 {
-        waiting.push(ask(&server, "a", TEXT, &prompt(100 + number)).await);
+        waiting.push(ask(&server, "a", COMPLETIONS, &prompt(100 + number)).await);
         server.load(1, number + 1).await;
     }
     let health = server.get("/health").await.json().await;
@@ -249,18 +228,18 @@ async fn memory_of_waiting_requests_is_limited() {
     let _running = begin_long(&server, "a").await;
     server.load(1, 0).await;
     let large = |tokens: usize| json!({"prompt": vec![7; tokens], "max_tokens": 1, "stream": true});
-    let waiting = ask(&server, "a", TEXT, &large(5000)).await;
+    let waiting = ask(&server, "a", COMPLETIONS, &large(5000)).await;
     assert_eq!(waiting.status, 200);
     for key in ["a", "b"] {
-        let refused = ask(&server, key, TEXT, &large(5000)).await;
+        let refused = ask(&server, key, COMPLETIONS, &large(5000)).await;
         assert_eq!((refused.status, refused.header("retry-after")), (429, Some("2")), "{key}");
     }
-    let _small = ask(&server, "a", TEXT, &large(1000)).await;
+    let _small = ask(&server, "a", COMPLETIONS, &large(1000)).await;
     server.load(1, 2).await;
-    let newest = ask(&server, "a", TEXT, &large(2000)).await;
+    let newest = ask(&server, "a", COMPLETIONS, &large(2000)).await;
     server.load(1, 3).await;
     // The newest request of the key that holds most memory makes room.
-    let other = ask(&server, "b", TEXT, &large(2000)).await;
+    let other = ask(&server, "b", COMPLETIONS, &large(2000)).await;
     assert_eq!(other.status, 200);
     let text = timeout(Duration::from_secs(60), newest.text()).await.expect("the stream ends");
     assert!(text.contains(FULL), "{text}");

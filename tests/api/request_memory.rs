@@ -1,6 +1,6 @@
 //! Tests of the memory of requests: a request that does not fit even alone gets 413, and answers are counted.
 
-use super::server::{Server, Setup};
+use super::server::{CHAT, COMPLETIONS, MESSAGES, RESPONSES, Server, Setup, chat, with};
 use moestro::http::{ApiSet, ServerState};
 use serde_json::{Value, json};
 use std::sync::Arc;
@@ -19,12 +19,12 @@ fn requests(count: usize, text: usize) -> Vec<(&'static str, Value)> {
     let inputs = vec![json!({"name": "f", "input_schema": {"type": "object"}}); count];
     let codex = json!([{"type": "additional_tools", "tools": functions}, message]);
     vec![
-        ("/v1/chat/completions", json!({"messages": vec![short; count], "max_tokens": 1})),
-        ("/v1/chat/completions", json!({"messages": [message], "tools": tools, "max_tokens": 1})),
-        ("/v1/completions", json!({"prompt": vec!["word"; count], "max_tokens": 1})),
-        ("/v1/responses", json!({"input": codex, "store": false, "max_output_tokens": 1})),
-        ("/v1/responses", json!({"input": [message], "tools": functions, "store": false, "max_output_tokens": 1})),
-        ("/v1/messages", json!({"messages": [message], "tools": inputs, "max_tokens": 1})),
+        (CHAT, json!({"messages": vec![short; count], "max_tokens": 1})),
+        (CHAT, json!({"messages": [message], "tools": tools, "max_tokens": 1})),
+        (COMPLETIONS, json!({"prompt": vec!["word"; count], "max_tokens": 1})),
+        (RESPONSES, json!({"input": codex, "store": false, "max_output_tokens": 1})),
+        (RESPONSES, json!({"input": [message], "tools": functions, "store": false, "max_output_tokens": 1})),
+        (MESSAGES, json!({"messages": [message], "tools": inputs, "max_tokens": 1})),
         ("/v1/messages/count_tokens", json!({"messages": [message], "tools": inputs})),
         ("/api/chat", json!({"model": "m", "messages": [message], "tools": tools, "stream": false})),
         ("/tokenize", json!({"content": words})),
@@ -54,8 +54,7 @@ async fn lone_request_never_waits_for_others() {
         }
     }
     assert!(fitting > 15 && refused > 15, "{fitting} and {refused}");
-    server.idle().await;
-    server.metric("moestro_request_memory_bytes 0").await;
+    server.memory_is_free().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -63,17 +62,15 @@ async fn growing_answer_gets_413_alone() {
     let says = Some("</think>\n\none two three four five six seven eight nine ten");
     let server = Setup { says, configure: |state| plan(state, 3_000_000), ..Setup::default() }.start().await;
     let body = |stream: bool| {
-        json!({"messages": [{"role": "user", "content": "Hi"}], "n": 128, "logprobs": true, "top_logprobs": 20,
-               "max_tokens": 16, "stream": stream})
+        let more = json!({"n": 128, "logprobs": true, "top_logprobs": 20, "max_tokens": 16, "stream": stream});
+        with(chat("Hi"), more)
     };
     for _ in 0..2 {
-        let refused = server.post("/v1/chat/completions", &body(false)).await;
-        assert_eq!((refused.status, refused.json().await["error"]["code"].clone()), (413, json!("request_too_large")));
+        assert_eq!(server.refused(CHAT, &body(false), 413).await["code"], "request_too_large");
     }
     // A stream sends each choice when it is complete.
-    assert!(server.post("/v1/chat/completions", &body(true)).await.text().await.ends_with("data: [DONE]\n\n"));
-    server.idle().await;
-    server.metric("moestro_request_memory_bytes 0").await;
+    assert!(server.post(CHAT, &body(true)).await.text().await.ends_with("data: [DONE]\n\n"));
+    server.memory_is_free().await;
 }
 
 #[tokio::test]
@@ -81,16 +78,14 @@ async fn product_of_prompts_and_n_is_limited() {
     let server = Setup::default().start().await;
     for (prompts, n) in [(17, 128), (128, 17), (2048, 2)] {
         let body = json!({"prompt": vec!["a"; prompts], "n": n, "max_tokens": 1});
-        let refused = server.post("/v1/completions", &body).await;
-        assert_eq!(refused.status, 400);
-        let error = refused.json().await["error"].clone();
+        let error = server.refused(COMPLETIONS, &body, 400).await;
         let message = error["message"].as_str().unwrap();
         assert_eq!(error["param"], "n");
         let parts = [format!("n is {n}"), format!("prompt has {prompts} prompts"), (prompts * n).to_string()];
         assert!(parts.iter().all(|part| message.contains(part)), "{message}");
     }
     let body = json!({"prompt": vec!["a"; 16], "n": 128, "max_tokens": 0, "echo": true});
-    assert_eq!(server.ask("/v1/completions", &body).await["choices"].as_array().unwrap().len(), 2048);
+    assert_eq!(server.ask(COMPLETIONS, &body).await["choices"].as_array().unwrap().len(), 2048);
 }
 
 /// The text of an answer that is not a stream is kept until the answer is complete.
@@ -114,19 +109,13 @@ async fn answer_text_counts_as_memory() {
         let server = start(says).await;
         let requests = |tokens: usize, stream: bool| {
             [
-                ("/v1/chat/completions", json!({"messages": message, "tools": plain, "max_tokens": tokens})),
-                ("/v1/completions", json!({"prompt": "Hi", "max_tokens": tokens})),
-                (
-                    "/v1/responses",
-                    json!({"input": message, "tools": function, "store": false, "max_output_tokens": tokens}),
-                ),
-                ("/v1/messages", json!({"messages": message, "tools": tool, "max_tokens": tokens})),
+                (CHAT, json!({"messages": message, "tools": plain, "max_tokens": tokens})),
+                (COMPLETIONS, json!({"prompt": "Hi", "max_tokens": tokens})),
+                (RESPONSES, json!({"input": message, "tools": function, "store": false, "max_output_tokens": tokens})),
+                (MESSAGES, json!({"messages": message, "tools": tool, "max_tokens": tokens})),
                 ("/api/chat", json!({"model": "m", "messages": message, "options": {"num_predict": tokens}})),
             ]
-            .map(|(path, mut body)| {
-                body["stream"] = stream.into();
-                (path, body)
-            })
+            .map(|(path, body)| (path, with(body, json!({"stream": stream}))))
         };
         for (path, body) in requests(4500, false) {
             assert_eq!(status(&server, path, &body).await, 413, "{path}");
@@ -134,8 +123,7 @@ async fn answer_text_counts_as_memory() {
         for (path, body) in requests(100, false).into_iter().chain(requests(100, true)) {
             assert_eq!(status(&server, path, &body).await, 200, "{path}");
         }
-        server.idle().await;
-        server.metric("moestro_request_memory_bytes 0").await;
+        server.memory_is_free().await;
     }
 }
 
@@ -144,8 +132,8 @@ async fn answer_text_counts_as_memory() {
 async fn echoed_prompt_counts_for_every_choice() {
     let server = Setup { configure: |state| plan(state, 1_000_000), ..Setup::default() }.start().await;
     let body = |n: usize| json!({"prompt": "word ".repeat(200), "n": n, "max_tokens": 0, "echo": true});
-    assert_eq!(status(&server, "/v1/completions", &body(2)).await, 200);
-    assert_eq!(status(&server, "/v1/completions", &body(128)).await, 413);
+    assert_eq!(status(&server, COMPLETIONS, &body(2)).await, 200);
+    assert_eq!(status(&server, COMPLETIONS, &body(128)).await, 413);
 }
 
 /// A request that waits for its turn holds its body. Only the request at its turn holds the memory for rendering.
@@ -154,10 +142,10 @@ async fn concurrent_requests_share_the_memory_of_steps() {
     let configure = |state: &mut ServerState| plan(state, 1_500_000);
     let server = Arc::new(Setup { context: 8192, max_queue: 64, configure, ..Setup::default() }.start().await);
     for (count, text) in [(64, 100), (16, 20_000)] {
-        let body = json!({"messages": [{"role": "user", "content": "word ".repeat(text / 5)}], "max_tokens": 1});
+        let body = with(chat(&"word ".repeat(text / 5)), json!({"max_tokens": 1}));
         let asking = (0..count).map(|_| {
             let (server, body) = (server.clone(), body.clone());
-            tokio::spawn(async move { status(&server, "/v1/chat/completions", &body).await })
+            tokio::spawn(async move { status(&server, CHAT, &body).await })
         });
         let mut statuses = Vec::new();
         for asking in asking.collect::<Vec<_>>() {

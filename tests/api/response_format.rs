@@ -3,15 +3,13 @@
 //! The mock model repeats a fixed answer. If the grammar forbids the next token of that answer, the mock model
 //! continues with random allowed tokens.
 
-use super::server::{Server, Setup, with};
+use super::server::{CHAT, Server, chat, with};
 use serde_json::{Value, json};
-
-const PATH: &str = "/v1/chat/completions";
 
 const THINKS: &str = "I need to compute 12 + 7. That is 19.\n</think>\n\n12 + 7 = 19.";
 
 fn ask(more: Value) -> Value {
-    with(json!({"messages": [{"role": "user", "content": "What is 12+7?"}]}), more)
+    with(chat("What is 12+7?"), more)
 }
 
 fn sizes() -> Value {
@@ -39,9 +37,7 @@ fn tools(parameters: &Value) -> Value {
 }
 
 async fn refused(server: &Server, more: Value) -> Value {
-    let answer = server.post(PATH, &ask(more)).await;
-    assert_eq!(answer.status, 400);
-    answer.json().await["error"].clone()
+    server.refused(CHAT, &ask(more), 400).await
 }
 
 #[tokio::test]
@@ -49,7 +45,7 @@ async fn content_matches_the_schema() {
     let server = Server::saying(THINKS).await;
     for more in [json!({}), json!({"enable_thinking": false}), json!({"thinking_budget": 4}), json!({"temperature": 1})]
     {
-        let choice = server.ask(PATH, &with(ask(schema(&sizes())), more.clone())).await["choices"][0].clone();
+        let choice = server.ask(CHAT, &with(ask(schema(&sizes())), more.clone())).await["choices"][0].clone();
         let content: Value = serde_json::from_str(choice["message"]["content"].as_str().unwrap()).unwrap();
         assert_sizes(&content);
         assert_eq!(choice["finish_reason"], "stop");
@@ -62,19 +58,14 @@ async fn content_matches_the_schema() {
 async fn content_matches_regex_choice_and_grammar() {
     let server = Server::saying(THINKS).await;
     let answer_of = async |more: Value| {
-        server.ask(PATH, &ask(more)).await["choices"][0]["message"]["content"].as_str().unwrap().to_owned()
+        server.ask(CHAT, &ask(more)).await["choices"][0]["message"]["content"].as_str().unwrap().to_owned()
     };
     let text = answer_of(json!({"response_format": {"type": "regex", "regex": "[a-c]{2}-[0-9]"}})).await;
-    let bytes = text.as_bytes();
-    assert!(
-        bytes.len() == 4 && bytes[0].is_ascii_lowercase() && bytes[2] == b'-' && bytes[3].is_ascii_digit(),
-        "{text}"
-    );
+    let pattern = ["abc", "abc", "-", "0123456789"];
+    assert!(text.len() == 4 && text.chars().zip(pattern).all(|(found, allowed)| allowed.contains(found)), "{text}");
     assert!(["yes", "no"].contains(&&*answer_of(json!({"guided_choice": ["yes", "no"]})).await));
-    assert_eq!(
-        answer_of(json!({"response_format": {"type": "lark", "lark": "start: \"a\" \"b\" \"b\""}})).await,
-        "abb"
-    );
+    let lark = json!({"response_format": {"type": "lark", "lark": "start: \"a\" \"b\" \"b\""}});
+    assert_eq!(answer_of(lark).await, "abb");
 }
 
 #[tokio::test]
@@ -84,7 +75,7 @@ async fn required_tool_is_called() {
     let allowed = json!({"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [two]}});
     for (choice, names) in [(json!("required"), &["one", "two"][..]), (two, &["two"]), (allowed, &["two"])] {
         let fields = json!({"tools": tools(&sizes()), "tool_choice": choice, "parallel_tool_calls": false});
-        let answer = server.ask(PATH, &ask(fields.clone())).await["choices"][0].clone();
+        let answer = server.ask(CHAT, &ask(fields.clone())).await["choices"][0].clone();
         assert_eq!(answer["finish_reason"], "tool_calls");
         assert_eq!(answer["message"]["content"], Value::Null);
         let calls = answer["message"]["tool_calls"].as_array().unwrap();
@@ -92,13 +83,7 @@ async fn required_tool_is_called() {
         assert!(names.contains(&calls[0]["function"]["name"].as_str().unwrap()));
         let arguments: Value = serde_json::from_str(calls[0]["function"]["arguments"].as_str().unwrap()).unwrap();
         assert_sizes(&arguments);
-        let chunks = server
-            .stream(PATH, &{
-                let mut body = ask(fields);
-                body["stream"] = json!(true);
-                body
-            })
-            .await;
+        let chunks = server.stream(CHAT, &ask(fields)).await;
         assert_eq!(chunks.last().unwrap()["choices"][0]["finish_reason"], "tool_calls");
     }
 }
@@ -132,23 +117,23 @@ async fn invalid_schema_error_names_the_position() {
     let wide: Value = (0..30_000).map(|n| (format!("p{n}"), json!({"type": "integer"}))).collect();
     let error = refused(&server, schema(&json!({"type": "object", "properties": wide}))).await;
     assert!(error["message"].as_str().unwrap().contains("the limit is"), "{error}");
-    assert_eq!(server.ask(PATH, &ask(json!({}))).await["choices"][0]["message"]["content"], "12 + 7 = 19.");
+    assert_eq!(server.ask(CHAT, &ask(json!({}))).await["choices"][0]["message"]["content"], "12 + 7 = 19.");
 }
 
 #[tokio::test]
 async fn reasoning_ends_at_its_budget() {
     let server = Server::saying(THINKS).await;
-    let free = server.ask(PATH, &ask(json!({}))).await;
+    let free = server.ask(CHAT, &ask(json!({}))).await;
     let tokens = |answer: &Value| answer["usage"]["completion_tokens_details"]["reasoning_tokens"].as_u64().unwrap();
-    let answer = server.ask(PATH, &ask(json!({"thinking_budget": 5}))).await;
+    let answer = server.ask(CHAT, &ask(json!({"thinking_budget": 5}))).await;
     assert!((5..=8).contains(&tokens(&answer)) && tokens(&free) > 8, "{answer}");
     let whole = free["choices"][0]["message"]["reasoning_content"].as_str().unwrap();
     let part = answer["choices"][0]["message"]["reasoning_content"].as_str().unwrap();
     assert!(whole.starts_with(part) && part.len() < whole.len(), "{part}");
     assert!(!answer["choices"][0]["message"]["content"].as_str().unwrap().is_empty());
-    let same = server.ask(PATH, &ask(json!({"thinking_budget": 500}))).await;
+    let same = server.ask(CHAT, &ask(json!({"thinking_budget": 500}))).await;
     assert_eq!(same["choices"], free["choices"], "an unused budget must have no effect");
-    let none = server.ask(PATH, &ask(json!({"reasoning_effort": "none"}))).await;
+    let none = server.ask(CHAT, &ask(json!({"reasoning_effort": "none"}))).await;
     assert_eq!(tokens(&none), 0);
     assert_eq!(refused(&server, json!({"reasoning_effort": "zzz"})).await["param"], "reasoning_effort");
 }
@@ -163,7 +148,7 @@ async fn truncated_call_has_unclosed_arguments() {
     let (mut open, mut complete) = (0, 0);
     for limit in 1..=whole + 1 {
         let body = ask(json!({"tools": tools(&parameters), "max_tokens": limit}));
-        let choice = server.ask(PATH, &body).await["choices"][0].clone();
+        let choice = server.ask(CHAT, &body).await["choices"][0].clone();
         let content = choice["message"]["content"].as_str().unwrap_or_default();
         assert!(!content.contains('<'), "{limit}: {content}");
         assert_eq!(choice["finish_reason"] == "length", limit <= whole, "{limit}");
@@ -186,7 +171,7 @@ async fn logprobs_exclude_reasoning_and_calls() {
     let says = "Hm.\n</think>\n\nLet 🦀 look.\n\n<tool_call>\n<function=one>\n</function>\n</tool_call>";
     let server = Server::saying(says).await;
     let body = ask(json!({"tools": tools(&json!({})), "logprobs": true}));
-    let choice = server.ask(PATH, &body).await["choices"][0].clone();
+    let choice = server.ask(CHAT, &body).await["choices"][0].clone();
     let entries = choice["logprobs"]["content"].as_array().unwrap();
     let bytes = entries.iter().flat_map(|entry| entry["bytes"].as_array().unwrap().clone());
     let bytes: Vec<u8> = bytes.map(|byte| byte.as_u64().unwrap() as u8).collect();
@@ -197,18 +182,18 @@ async fn logprobs_exclude_reasoning_and_calls() {
 
 #[tokio::test]
 async fn deprecated_messages_and_fields_are_accepted() {
-    let server = Setup { says: Some("</think>\n\nok"), ..Setup::default() }.start().await;
+    let server = Server::saying("</think>\n\nok").await;
     let messages = json!([
         {"role": "system", "content": "a"}, {"role": "system", "content": "b"}, {"role": "user", "content": "c"},
         {"role": "assistant", "content": null, "function_call": {"name": "one", "arguments": "{}"}},
         {"role": "function", "name": "one", "content": "1"}, {"role": "system", "content": "d"}
     ]);
     let functions = json!([{"name": "one", "parameters": {"type": "object", "properties": {}}}]);
-    let answer =
-        server.ask(PATH, &json!({"messages": messages, "functions": functions, "function_call": "auto"})).await;
+    let body = json!({"messages": messages, "functions": functions, "function_call": "auto"});
+    let answer = server.ask(CHAT, &body).await;
     assert_eq!(answer["choices"][0]["message"]["content"], "ok");
     let named = json!({"functions": functions, "function_call": {"name": "one"}});
-    let answer = server.ask(PATH, &ask(named)).await;
+    let answer = server.ask(CHAT, &ask(named)).await;
     assert_eq!(answer["choices"][0]["message"]["function_call"]["name"], "one");
     let bad = json!({"tools": [{"type": "function", "function": {"name": "a b"}}]});
     assert_eq!(refused(&server, bad).await["param"], "tools[0].function.name");
@@ -217,8 +202,8 @@ async fn deprecated_messages_and_fields_are_accepted() {
 #[tokio::test]
 async fn choices_use_consecutive_seeds() {
     let server = Server::saying(THINKS).await;
-    let one = server.ask(PATH, &ask(json!({}))).await;
-    let three = server.ask(PATH, &ask(json!({"n": 3}))).await;
+    let one = server.ask(CHAT, &ask(json!({}))).await;
+    let three = server.ask(CHAT, &ask(json!({"n": 3}))).await;
     let choices = three["choices"].as_array().unwrap();
     assert_eq!(choices.iter().map(|choice| choice["index"].as_u64().unwrap()).collect::<Vec<_>>(), [0, 1, 2]);
     assert!(choices.iter().all(|choice| choice["message"] == one["choices"][0]["message"]));
@@ -226,8 +211,8 @@ async fn choices_use_consecutive_seeds() {
     assert_eq!(tokens(&three, "prompt_tokens"), tokens(&one, "prompt_tokens"));
     assert_eq!(tokens(&three, "completion_tokens"), 3 * tokens(&one, "completion_tokens"));
 
-    let options = json!({"n": 2, "stream": true, "stream_options": {"include_usage": true}});
-    let chunks = server.stream(PATH, &ask(options)).await;
+    let options = json!({"n": 2, "stream_options": {"include_usage": true}});
+    let chunks = server.stream(CHAT, &ask(options)).await;
     for index in 0..2 {
         let own = chunks.iter().filter(|chunk| chunk["choices"][0]["index"] == index);
         let own: Vec<&Value> = own.map(|chunk| &chunk["choices"][0]).collect();
@@ -241,9 +226,9 @@ async fn choices_use_consecutive_seeds() {
     // Choice number i of a request is sampled with seed + i.
     let random = json!({"temperature": 1.5, "guided_regex": "[a-z]{12}", "enable_thinking": false});
     let random = |more: Value| with(ask(random.clone()), more);
-    let both = server.ask(PATH, &random(json!({"n": 2, "seed": 7}))).await;
+    let both = server.ask(CHAT, &random(json!({"n": 2, "seed": 7}))).await;
     for (index, seed) in [(0, 7), (1, 8)] {
-        let alone = server.ask(PATH, &random(json!({"seed": seed}))).await;
+        let alone = server.ask(CHAT, &random(json!({"seed": seed}))).await;
         assert_eq!(both["choices"][index]["message"], alone["choices"][0]["message"]);
     }
     assert_ne!(both["choices"][0]["message"], both["choices"][1]["message"]);
@@ -253,21 +238,17 @@ async fn choices_use_consecutive_seeds() {
 
 #[tokio::test]
 async fn functions_request_gets_a_function_call() {
-    let server = Server::saying(
-        "One.\n</think>\n\n<tool_call>\n<function=one>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>\n\
-         <tool_call>\n<function=one>\n<parameter=city>\nOslo\n</parameter>\n</function>\n</tool_call>",
-    )
-    .await;
+    let says = "One.\n</think>\n\n<tool_call>\n<function=one>\n<parameter=city>\nParis\n</parameter>\n</function>\n\
+                </tool_call>\n<tool_call>\n<function=one>\n<parameter=city>\nOslo\n</parameter>\n</function>\n</tool_call>";
+    let server = Server::saying(says).await;
     let function = json!({"name": "one", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}});
     let body = ask(json!({"functions": [function]}));
-    let choice = server.ask(PATH, &body).await["choices"][0].clone();
+    let choice = server.ask(CHAT, &body).await["choices"][0].clone();
     let call = json!({"name": "one", "arguments": "{\"city\":\"Paris\"}"});
     assert_eq!((&choice["message"]["function_call"], &choice["finish_reason"]), (&call, &json!("function_call")));
     assert_eq!((&choice["message"]["content"], choice["message"].get("tool_calls")), (&Value::Null, None));
 
-    let mut streamed = body.clone();
-    streamed["stream"] = true.into();
-    let chunks = server.stream(PATH, &streamed).await;
+    let chunks = server.stream(CHAT, &body).await;
     let (mut name, mut arguments) = (String::new(), String::new());
     for delta in chunks.iter().map(|chunk| &chunk["choices"][0]["delta"]) {
         assert!(delta.get("tool_calls").is_none(), "{delta}");
@@ -278,9 +259,9 @@ async fn functions_request_gets_a_function_call() {
     assert_eq!(chunks.last().unwrap()["choices"][0]["finish_reason"], "function_call");
 
     // A client can send the answer back to the server, with the result of the function.
-    let mut next = body.clone();
+    let mut next = body;
     let messages = next["messages"].as_array_mut().unwrap();
     messages.push(choice["message"].clone());
     messages.push(json!({"role": "function", "name": "one", "content": "Rain"}));
-    server.ask(PATH, &next).await;
+    server.ask(CHAT, &next).await;
 }

@@ -1,13 +1,10 @@
 //! Tests of `--reuse-tools`: a request without tools that continues a conversation with tools.
 
-use super::server::{Server, Setup, with};
+use super::server::{CHAT, MESSAGES, RESPONSES, Server, Setup, streamed, with};
 use moestro::http::{RequestLimits, ServerState};
 use serde_json::{Value, json};
 use test_support::{formats::Source, random_cases::seeds};
 
-const CHAT: &str = "/v1/chat/completions";
-const MESSAGES: &str = "/v1/messages";
-const RESPONSES: &str = "/v1/responses";
 const HEADER: &str = "x-moestro-reused-tools";
 const SYSTEM: &str = "You are a careful assistant in a small workshop.";
 const OPENING: &str = "Please read the list of parts and say which of them are missing.";
@@ -158,7 +155,7 @@ async fn streams_and_counts_reuse_tools() {
         let before = with(request(path, SYSTEM, &TURNS[..1]), json!({"tools": tools(path, &["read_list", "find"])}));
         reusing.ask(path, &before).await;
         let summary = request(path, SYSTEM, &TURNS);
-        let stream = reusing.post(path, &with(summary.clone(), json!({"stream": true}))).await;
+        let stream = reusing.post(path, &streamed(&summary)).await;
         assert_eq!(stream.header(HEADER), Some("2"), "{path}");
         assert_eq!((stream.status, stream.text().await.is_empty()), (200, false), "{path}");
         if let Some(counted) = counted {

@@ -1,8 +1,5 @@
 //! A test server: a mock model with the demo model's tokenizer and template, on its own port.
 
-// Two test binaries share this file, and each uses only a part of it.
-#![allow(dead_code)]
-
 use mock_model::MockModel;
 use moestro::http::{self, ApiSet, LoadedModel, ModelCard, RequestLimits, ServerState};
 use moestro_base::metrics::Metrics;
@@ -16,7 +13,13 @@ use std::{
     sync::{Arc, atomic::Ordering},
     time::Duration,
 };
+pub use test_support::{demo, with};
 use tokio::{net::TcpListener, sync::oneshot, task::JoinHandle};
+
+pub const CHAT: &str = "/v1/chat/completions";
+pub const COMPLETIONS: &str = "/v1/completions";
+pub const MESSAGES: &str = "/v1/messages";
+pub const RESPONSES: &str = "/v1/responses";
 
 /// `<|im_end|>`
 pub const EOS: u32 = 2040;
@@ -90,6 +93,15 @@ pub struct Server {
     serving: JoinHandle<std::io::Result<()>>,
 }
 
+pub const THINKS: &str = "12 + 7 is 19.\n</think>\n\n12 + 7 = 19.";
+
+pub const CALLS: &str = "I look it up.\n</think>\n\nOne moment.\n\n<tool_call>\n<function=get_weather>\n<parameter=city>\n\
+                         Paris\n</parameter>\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>";
+
+/// Two calls, one of them with text that is no parameter.
+pub const STRAY: &str = "</think>\n\n<tool_call>\n<function=get_weather>\nstray\n<parameter=city>\nParis\n</parameter>\n\
+                         </function>\n</tool_call>\n<tool_call>\n<function=get_weather>\n</function>\n</tool_call>";
+
 /// A call of the function `f` whose parameter `days` is a word.
 pub const CALLS_WITH_WORD: &str = "</think>\n\n<tool_call>\n<function=f>\n<parameter=days>\nsoon\n</parameter>\n\
                                    </function>\n</tool_call>";
@@ -99,14 +111,46 @@ pub fn frequent_events(state: &mut ServerState) {
     state.timeouts.event = Duration::from_millis(100);
 }
 
-/// `body` with further fields.
-pub fn with(mut body: Value, more: Value) -> Value {
-    body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-    body
+/// Gives requests so little memory that a test can fill it.
+pub fn little_memory(state: &mut ServerState) {
+    state.memory.set_plan(12 << 20);
 }
 
-pub fn demo() -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("models/demo/moestro-demo")
+/// The conversation of a chat in which [`CALLS`] was the answer to a question, and a tool has a result. `parameters` are
+/// those of the tool.
+pub fn chat_after_calls(parameters: &Value) -> Value {
+    let arguments = json!({"city": "Paris", "days": 3}).to_string();
+    let function = json!({"name": "get_weather", "parameters": parameters});
+    let call = json!({"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": arguments}});
+    json!({
+        "tools": [{"type": "function", "function": function}],
+        "messages": [
+            {"role": "user", "content": "What is 12+7?"},
+            {"role": "assistant", "reasoning_content": "I look it up.", "content": "One moment.", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "1", "content": "sunny"},
+        ],
+    })
+}
+
+/// A conversation with one message of the user.
+pub fn chat(text: &str) -> Value {
+    json!({"messages": [{"role": "user", "content": text}]})
+}
+
+/// The request `body` for a stream.
+pub fn streamed(body: &Value) -> Value {
+    with(body.clone(), json!({"stream": true}))
+}
+
+/// Waits until `is_done`. Panics with `state` after a minute.
+pub async fn wait_until(is_done: impl Fn() -> bool, state: impl Fn() -> String) {
+    for _ in 0..6000 {
+        if is_done() {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    panic!("{}", state());
 }
 
 impl Server {
@@ -135,23 +179,13 @@ impl Server {
 
     /// Waits until the model waits because of [`Setup::stops_at`].
     pub async fn stopped(&self) {
-        for _ in 0..6000 {
-            if self.evaluated() == self.mock.stops_at.load(Ordering::Relaxed) {
-                return;
-            }
-            tokio::time::sleep(Duration::from_millis(10)).await;
-        }
-        panic!("the model has evaluated only {} tokens", self.evaluated());
+        let stops_at = self.mock.stops_at.load(Ordering::Relaxed);
+        wait_until(|| self.evaluated() == stops_at, || format!("only {} tokens are evaluated", self.evaluated())).await;
     }
 
     /// Ends the wait of [`Setup::stops_at`].
     pub fn resume(&self) {
-        self.stop_at(usize::MAX);
-    }
-
-    /// Changes [`Setup::stops_at`].
-    pub fn stop_at(&self, evaluated: usize) {
-        self.mock.stops_at.store(evaluated, Ordering::Relaxed);
+        self.mock.stops_at.store(usize::MAX, Ordering::Relaxed);
     }
 
     /// Like [`Server::load`], but lets a stopped model evaluate a token from time to time. Between two steps, the engine
@@ -169,35 +203,25 @@ impl Server {
 
     /// Waits until no request is running or waiting.
     pub async fn idle(&self) {
-        for _ in 0..6000 {
-            if self.engine.load() == (0, 0) {
-                return;
-            }
-            tokio::time::sleep(Duration::from_millis(10)).await;
-        }
-        panic!("the engine is still busy: {:?}", self.engine.load());
+        self.load(0, 0).await;
     }
 
     /// Waits until exactly `running` requests are running and `queued` requests are waiting.
     pub async fn load(&self, running: usize, queued: usize) {
-        for _ in 0..6000 {
-            if self.engine.load() == (running, queued) {
-                return;
-            }
-            tokio::time::sleep(Duration::from_millis(10)).await;
-        }
-        panic!("{:?} is not ({running}, {queued})", self.engine.load());
+        let state = || format!("{:?} is not ({running}, {queued})", self.engine.load());
+        wait_until(|| self.engine.load() == (running, queued), state).await;
     }
 
     /// Waits until the metrics have the line `line`.
     pub async fn metric(&self, line: &str) {
-        for _ in 0..6000 {
-            if self.metrics.render().lines().any(|found| found == line) {
-                return;
-            }
-            tokio::time::sleep(Duration::from_millis(10)).await;
-        }
-        panic!("no {line} in {}", self.metrics.render());
+        let has_line = || self.metrics.render().lines().any(|found| found == line);
+        wait_until(has_line, || format!("no {line} in {}", self.metrics.render())).await;
+    }
+
+    /// Waits until no request runs or holds memory.
+    pub async fn memory_is_free(&self) {
+        self.idle().await;
+        self.metric("moestro_request_memory_bytes 0").await;
     }
 
     pub fn shut_down(&mut self) {
@@ -248,24 +272,28 @@ impl Setup {
         prepare(&mut state);
         let state = Arc::new(state);
         if !self.loading {
-            state.serve_model(LoadedModel {
-                engine: engine.clone(),
-                tokenizer: tokenizer.clone(),
-                grammars: Arc::new(GrammarCompiler::new(tokenizer.clone(), &[EOS])),
-                template: Some(template(self.template)),
-                card: ModelCard {
-                    id: "mock".into(),
-                    created: 1,
-                    experts_per_token: Some(2),
-                    quantization: Some("4-bit affine, groups of 64".into()),
-                },
-                defaults: Sampling::greedy(),
-                thinking: self.thinking,
-                limits: self.limits,
-                plan: json!({"resident": true}),
-            });
+            let mut model = loaded("mock", engine.clone(), tokenizer.clone(), &[EOS], template(self.template));
+            (model.thinking, model.limits, model.plan) = (self.thinking, self.limits, json!({"resident": true}));
+            model.card.experts_per_token = Some(2);
+            model.card.quantization = Some("4-bit affine, groups of 64".into());
+            state.serve_model(model);
         }
         listen(self.api, state, engine, tokenizer, metrics, mock).await
+    }
+}
+
+/// A model with default settings.
+pub fn loaded(id: &str, engine: Handle, tokenizer: Arc<Tokenizer>, eos: &[u32], template: Template) -> LoadedModel {
+    LoadedModel {
+        engine,
+        grammars: Arc::new(GrammarCompiler::new(tokenizer.clone(), eos)),
+        tokenizer,
+        template: Some(template),
+        card: ModelCard { id: id.into(), created: 1, experts_per_token: None, quantization: None },
+        defaults: Sampling::greedy(),
+        thinking: None,
+        limits: RequestLimits::default(),
+        plan: json!({}),
     }
 }
 
@@ -283,17 +311,8 @@ pub async fn serve_checkpoint(dir: &Path, load: &LoadOptions, options: Options) 
     let eos = options.eos.clone();
     let (engine, _worker) = engine::spawn(model, options, metrics.clone()).unwrap();
     let state = Arc::new(ServerState::new(metrics.clone(), None, None));
-    state.serve_model(LoadedModel {
-        engine: engine.clone(),
-        tokenizer: tokenizer.clone(),
-        grammars: Arc::new(GrammarCompiler::new(tokenizer.clone(), &eos)),
-        template: Some(Template::load(dir).unwrap()),
-        card: ModelCard { id: "checkpoint".into(), created: 1, experts_per_token: None, quantization: None },
-        defaults: Sampling::greedy(),
-        thinking: None,
-        limits: RequestLimits::default(),
-        plan: json!({}),
-    });
+    let template = Template::load(dir).unwrap();
+    state.serve_model(loaded("checkpoint", engine.clone(), tokenizer.clone(), &eos, template));
     listen(ApiSet::Standard, state, engine, tokenizer, metrics, MockModel::default()).await
 }
 

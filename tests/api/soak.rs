@@ -1,15 +1,13 @@
 //! A soak test: 200 requests one after another, then 32 at a time. A third of the clients disconnect early. The server
 //! must not leak file descriptors or memory, and every answer must be correct.
 
-use crate::server::{Server, Setup};
+use crate::server::{COMPLETIONS, Server, Setup, streamed};
 use serde_json::json;
 use std::{sync::Arc, time::Duration};
 use test_support::{
     own_process::ran_in_own_process,
     process_memory::{memory, open_files},
 };
-
-const TEXT: &str = "/v1/completions";
 
 /// Sends a request and checks the answer. For some values of `number`, the client disconnects early.
 async fn request(server: &Server, number: usize) {
@@ -19,10 +17,10 @@ async fn request(server: &Server, number: usize) {
     if number.is_multiple_of(3) {
         // A third of the clients disconnect immediately, after the head of the response, or after a few tokens.
         match number % 9 {
-            0 => drop(tokio::time::timeout(Duration::from_millis(2), server.post(TEXT, &body)).await),
-            3 => drop(server.post(TEXT, &json!({"prompt": text, "max_tokens": 60, "stream": true})).await),
+            0 => drop(tokio::time::timeout(Duration::from_millis(2), server.post(COMPLETIONS, &body)).await),
+            3 => drop(server.post(COMPLETIONS, &streamed(&body)).await),
             _ => {
-                let mut answer = server.post(TEXT, &json!({"prompt": text, "max_tokens": 60, "stream": true})).await;
+                let mut answer = server.post(COMPLETIONS, &streamed(&body)).await;
                 if answer.status == 200 {
                     answer.chunk().await;
                 }
@@ -31,11 +29,11 @@ async fn request(server: &Server, number: usize) {
         return;
     }
     let answer = if stream {
-        let chunks = server.stream(TEXT, &body).await;
+        let chunks = server.stream(COMPLETIONS, &body).await;
         assert_eq!(chunks.last().unwrap()["choices"][0]["finish_reason"], "stop");
         chunks.iter().map(|chunk| chunk["choices"][0]["text"].as_str().unwrap()).collect()
     } else {
-        let answer = server.ask(TEXT, &body).await;
+        let answer = server.ask(COMPLETIONS, &body).await;
         assert_eq!(answer["choices"][0]["finish_reason"], "stop");
         answer["choices"][0]["text"].as_str().unwrap().to_owned()
     };

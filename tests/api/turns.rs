@@ -1,17 +1,14 @@
 //! Tests of the order in which waiting requests of several users run.
 
-use super::server::{Server, Setup};
+use super::server::{COMPLETIONS, MESSAGES, RESPONSES, Server, Setup, chat, with};
 use serde_json::{Value, json};
 use std::{sync::Arc, time::Duration};
 use tokio::sync::mpsc::unbounded_channel;
 
 fn body(path: &str, user: &str, text: &str) -> Value {
     match path {
-        "/v1/messages" => {
-            let messages = json!([{"role": "user", "content": text}]);
-            json!({"messages": messages, "max_tokens": 400, "metadata": {"user_id": user}})
-        }
-        "/v1/responses" => json!({"input": text, "user": user}),
+        MESSAGES => with(chat(text), json!({"max_tokens": 400, "metadata": {"user_id": user}})),
+        RESPONSES => json!({"input": text, "user": user}),
         _ => json!({"prompt": text, "max_tokens": 400, "user": user}),
     }
 }
@@ -20,7 +17,7 @@ fn body(path: &str, user: &str, text: &str) -> Value {
 async fn waiting_users_take_turns() {
     let setup = Setup { delay: Duration::from_millis(2), says: Some("</think>\n\none two three"), ..Setup::default() };
     let server: Arc<Server> = Arc::new(setup.start().await);
-    for path in ["/v1/completions", "/v1/responses", "/v1/messages"] {
+    for path in [COMPLETIONS, RESPONSES, MESSAGES] {
         let (sender, mut ended) = unbounded_channel();
         let ask = |user: &'static str, text: String| {
             let (server, sender) = (server.clone(), sender.clone());

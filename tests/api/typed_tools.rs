@@ -1,6 +1,6 @@
 //! Tests of tools that have a type instead of a schema, as the providers define them.
 
-use super::server::{Server, Setup, with};
+use super::server::{MESSAGES, RESPONSES, Server, Setup, chat, with};
 use serde_json::{Value, json};
 
 /// Tools that Anthropic defines and the client runs: type without date, dates, name and a call. The second name is that of
@@ -24,48 +24,18 @@ const CLIENT_TOOLS: [(&str, &[u32], &str, &str); 5] = [
 ];
 
 /// Types of tools that Anthropic's servers run, and of sets of tools.
-const SERVER_TOOLS: [&str; 16] = [
-    "web_search_20250305",
-    "web_search_20260209",
-    "web_search_20260318",
-    "web_fetch_20250910",
-    "web_fetch_20260209",
-    "web_fetch_20260309",
-    "web_fetch_20260318",
-    "code_execution_20250522",
-    "code_execution_20250825",
-    "code_execution_20260120",
-    "code_execution_20260521",
-    "advisor_20260301",
-    "computer_toolset_20260801",
-    "browser_toolset_20260801",
-    "mcp_toolset",
-    "unknown",
-];
+const SERVER_TOOLS: &str = "web_search_20250305 web_search_20260209 web_search_20260318 web_fetch_20250910 \
+    web_fetch_20260209 web_fetch_20260309 web_fetch_20260318 code_execution_20250522 code_execution_20250825 \
+    code_execution_20260120 code_execution_20260521 advisor_20260301 computer_toolset_20260801 \
+    browser_toolset_20260801 mcp_toolset unknown";
 
 /// Types of tools of Responses other than functions, namespaces and a search by the client.
-const RESPONSES_TOOLS: [&str; 17] = [
-    "file_search",
-    "computer",
-    "computer_use_preview",
-    "web_search",
-    "web_search_2025_08_26",
-    "web_search_preview",
-    "web_search_preview_2025_03_11",
-    "mcp",
-    "code_interpreter",
-    "programmatic_tool_calling",
-    "image_generation",
-    "local_shell",
-    "shell",
-    "custom",
-    "tool_search",
-    "apply_patch",
-    "unknown",
-];
+const RESPONSES_TOOLS: &str = "file_search computer computer_use_preview web_search web_search_2025_08_26 \
+    web_search_preview web_search_preview_2025_03_11 mcp code_interpreter programmatic_tool_calling image_generation \
+    local_shell shell custom tool_search apply_patch unknown";
 
 fn messages(tool: &Value, more: Value) -> Value {
-    with(json!({"messages": [{"role": "user", "content": "Go on."}], "max_tokens": 400, "tools": [tool]}), more)
+    with(with(chat("Go on."), json!({"max_tokens": 400, "tools": [tool]})), more)
 }
 
 /// A call as the demo's template writes it, without reasoning.
@@ -87,13 +57,10 @@ async fn client_tools_without_schema_are_called() {
             let tool = json!({"type": kind, "name": name, "strict": strict, "enable_zoom": true,
                               "display_width_px": 1024, "display_height_px": 768});
             for choice in [json!({"type": "auto"}), json!({"type": "any"}), json!({"type": "tool", "name": name})] {
-                let answer = server.ask("/v1/messages", &messages(&tool, json!({"tool_choice": choice}))).await;
+                let answer = server.ask(MESSAGES, &messages(&tool, json!({"tool_choice": choice}))).await;
                 let block = &answer["content"][0];
-                assert_eq!(
-                    (&block["name"], &block["input"]),
-                    (&json!(name), &input),
-                    "{kind} {strict} {choice} {answer}"
-                );
+                let found = (&block["name"], &block["input"]);
+                assert_eq!(found, (&json!(name), &input), "{kind} {strict} {choice} {answer}");
                 assert_eq!(answer["stop_reason"], "tool_use");
             }
         }
@@ -103,16 +70,14 @@ async fn client_tools_without_schema_are_called() {
 #[tokio::test]
 async fn server_tools_of_anthropic_are_refused() {
     let server = Server::saying("Hello.").await;
-    for kind in SERVER_TOOLS {
-        let refused = server.post("/v1/messages", &messages(&json!({"type": kind, "name": "f"}), json!({}))).await;
-        assert_eq!(refused.status, 400, "{kind}");
-        let error = refused.json().await;
-        let message = error["error"]["message"].as_str().unwrap();
+    for kind in SERVER_TOOLS.split(' ') {
+        let tool = json!({"type": kind, "name": "f"});
+        let error = server.refused(MESSAGES, &messages(&tool, json!({})), 400).await;
         let expected = format!("tools[0] has type `{kind}`, but this server runs no tools.");
-        assert!(message.starts_with(&expected), "{message}");
+        assert!(error["message"].as_str().unwrap().starts_with(&expected), "{error}");
         // The client runs a tool that has a schema, whatever its type is.
-        let tool = json!({"type": kind, "name": "f", "input_schema": {"type": "object"}});
-        server.ask("/v1/messages", &messages(&tool, json!({}))).await;
+        let tool = with(tool, json!({"input_schema": {"type": "object"}}));
+        server.ask(MESSAGES, &messages(&tool, json!({}))).await;
     }
 }
 
@@ -126,15 +91,13 @@ async fn other_tools_of_responses_are_ignored() {
         answer["input_tokens"].as_u64().unwrap()
     };
     let alone = count(json!([function])).await;
-    for kind in RESPONSES_TOOLS {
+    for kind in RESPONSES_TOOLS.split(' ') {
         let tool = json!({"type": kind, "name": "g", "server_label": "s", "container": {"type": "auto"}});
         assert_eq!(count(json!([tool, function])).await, alone, "{kind}");
-        server.ask("/v1/responses", &body(json!([function, tool]), json!("auto"))).await;
+        server.ask(RESPONSES, &body(json!([function, tool]), json!("auto"))).await;
         let forced = body(json!([function, tool]), json!({"type": kind, "name": "g"}));
-        let refused = server.post("/v1/responses", &forced).await;
-        assert_eq!(refused.status, 400, "{kind}");
-        let error = refused.json().await;
+        let error = server.refused(RESPONSES, &forced, 400).await;
         let expected = format!("tool_choice.type is {kind}; ");
-        assert!(error["error"]["message"].as_str().unwrap().starts_with(&expected), "{error}");
+        assert!(error["message"].as_str().unwrap().starts_with(&expected), "{error}");
     }
 }

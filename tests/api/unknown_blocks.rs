@@ -1,14 +1,11 @@
 //! Tests with content blocks that the server does not know, or whose fields are malformed. In a tool result or an
 //! answered message, a sentence replaces them in every API. In a new user message, they are a 400.
 
-use super::server::{Server, Setup};
+use super::server::{CHAT, MESSAGES, RESPONSES, Server, Setup, chat, with};
 use moestro::http::ApiSet;
 use serde_json::{Value, json};
 use test_support::mutate::Dice;
 
-const CHAT: &str = "/v1/chat/completions";
-const RESPONSES: &str = "/v1/responses";
-const MESSAGES: &str = "/v1/messages";
 const COUNT: &str = "/v1/messages/count_tokens";
 const OLLAMA: &str = "/api/chat";
 
@@ -18,44 +15,23 @@ async fn server() -> Server {
 
 /// Blocks of current clients, and blocks whose fields are missing or have other types.
 fn known_blocks() -> Vec<Value> {
-    let kinds = [
-        "text",
-        "thinking",
-        "redacted_thinking",
-        "tool_reference",
-        "server_tool_use",
-        "web_search_tool_result",
-        "mcp_tool_use",
-        "mcp_tool_result",
-        "container_upload",
-        "compaction",
-        "search_result",
-        "document",
-        "image",
-        "image_url",
-        "input_image",
-        "input_audio",
-        "refusal",
-        "",
-    ];
-    let bare = kinds.iter().map(|kind| json!({"type": kind}));
-    let whole = [
-        json!({"type": "tool_reference", "tool_name": "WebFetch"}),
-        json!({"type": "tool_reference", "tool_name": 5}),
-        json!({"type": "thinking", "thinking": null, "signature": 1}),
-        json!({"type": "document", "source": {"type": "file", "file_id": "f"}}),
-        json!({"type": "document", "source": {"type": "content", "content": {}}}),
-        json!({"type": "search_result", "source": [], "title": {}, "content": [{"type": "odd"}, 5]}),
-        json!({"type": "image", "source": {"type": "file", "file_id": "f"}}),
-        json!({"type": "text", "text": ["x"]}),
-        json!({"text": "a block without a type"}),
-        json!({"type": null}),
-        json!([]),
-        json!(null),
-        json!("a string"),
-        json!(1.5),
-    ];
-    bare.chain(whole).chain(sdk_parts().into_iter().flat_map(|(_, parts)| parts)).collect()
+    let kinds = "text thinking redacted_thinking tool_reference server_tool_use web_search_tool_result mcp_tool_use \
+        mcp_tool_result container_upload compaction search_result document image image_url input_image input_audio \
+        refusal";
+    let bare = kinds.split(' ').chain([""]).map(|kind| json!({"type": kind}));
+    let whole = json!([
+        {"type": "tool_reference", "tool_name": "WebFetch"},
+        {"type": "tool_reference", "tool_name": 5},
+        {"type": "thinking", "thinking": null, "signature": 1},
+        {"type": "document", "source": {"type": "file", "file_id": "f"}},
+        {"type": "document", "source": {"type": "content", "content": {}}},
+        {"type": "search_result", "source": [], "title": {}, "content": [{"type": "odd"}, 5]},
+        {"type": "image", "source": {"type": "file", "file_id": "f"}},
+        {"type": "text", "text": ["x"]},
+        {"text": "a block without a type"},
+        {"type": null}, [], null, "a string", 1.5,
+    ]);
+    bare.chain(whole.as_array().unwrap().clone()).chain(sdk_parts().into_iter().flat_map(|(_, parts)| parts)).collect()
 }
 
 /// An example of each type of part, block and item that the SDKs know, for each API.
@@ -118,10 +94,8 @@ fn answered(block: &Value) -> Vec<(&'static str, Value)> {
         let call = json!({"role": "assistant", "content": "", "tool_calls": [
             {"function": {"name": "f", "arguments": {}}}]});
         let mut messages = messages.as_array().unwrap().clone();
-        messages
-            .iter_mut()
-            .filter(|message| !message["tool_calls"].is_null())
-            .for_each(|message| *message = call.clone());
+        let calls = messages.iter_mut().filter(|message| !message["tool_calls"].is_null());
+        calls.for_each(|message| *message = call.clone());
         requests.push((OLLAMA, json!({"model": "mock", "messages": messages, "options": {"num_predict": 1}})));
     }
 
@@ -163,13 +137,10 @@ async fn unknown_blocks_in_new_messages_are_refused() {
     ] {
         for block in [json!({"type": "odd"}), json!({"type": "tool_reference", "tool_name": "f"}), json!({}), json!(5)]
         {
-            let mut body = more.clone();
-            let content = json!([block]);
-            body[field] = json!([{"role": "assistant", "content": "a"}, {"role": "user", "content": content}]);
-            let answer = server.post(path, &body).await;
-            let status = answer.status;
-            let text = answer.text().await;
-            assert!(status == 400 && text.contains("content[0]"), "{path} {body}: {text}");
+            let messages = json!([{"role": "assistant", "content": "a"}, {"role": "user", "content": [block]}]);
+            let body = with(more.clone(), json!({field: messages}));
+            let error = server.refused(path, &body, 400).await;
+            assert!(error.to_string().contains("content[0]"), "{path} {body}: {error}");
         }
     }
 }
@@ -204,21 +175,14 @@ async fn response_items_of_sdks_are_accepted() {
     let server = server().await;
     let user = json!({"role": "user", "content": "x"});
     let answer = json!({"role": "assistant", "content": "a"});
-    let parts = sdk_parts();
-    let (_, items) = parts.iter().find(|(api, _)| api == "responses").unwrap();
+    let sdk = sdk_parts();
+    let (_, items) = sdk.iter().find(|(api, _)| api == "responses").unwrap();
     let kinds = items.iter().filter_map(|item| Some((item["type"].as_str()?, item)));
     // Parts of messages, and items that ask for something that the server does not have.
-    let others = [
-        "input_",
-        "output_text",
-        "reasoning_text",
-        "refusal",
-        "computer_screenshot",
-        "configuration_update",
-        "compaction_trigger",
-    ];
+    let parts = ["input_", "output_text", "reasoning_text", "refusal", "computer_screenshot"];
+    let requests = ["configuration_update", "compaction_trigger"];
     for (kind, item) in kinds {
-        let is_other = others.iter().any(|start| kind.starts_with(start));
+        let is_other = parts.iter().chain(&requests).any(|start| kind.starts_with(start));
         for (input, is_new) in [
             (json!([user, item, answer, user]), false),
             (json!([user, item, user]), true),
@@ -259,14 +223,9 @@ async fn outputs_of_calls_are_in_the_prompt() {
 async fn deferred_tools_are_accepted() {
     let server = server().await;
     let schema = json!({"type": "object", "properties": {}});
-    let user = json!([{"role": "user", "content": "x"}]);
-    let tool = json!({"name": "WebFetch", "description": "d", "input_schema": schema, "defer_loading": true});
-    let mut custom = tool.clone();
-    custom["type"] = "custom".into();
-    server.ask(MESSAGES, &json!({"messages": user, "max_tokens": 1, "tools": [custom]})).await;
+    let custom = json!({"type": "custom", "name": "WebFetch", "input_schema": schema, "defer_loading": true});
+    server.ask(MESSAGES, &with(chat("x"), json!({"max_tokens": 1, "tools": [custom]}))).await;
     let function = json!({"name": "WebFetch", "parameters": schema});
     let tools = json!([{"type": "function", "function": function, "defer_loading": true}]);
-    server.ask(CHAT, &json!({"messages": user, "max_tokens": 1, "tools": tools})).await;
-    let tools = json!([{"type": "function", "name": "WebFetch", "parameters": schema, "defer_loading": true}]);
-    server.ask(RESPONSES, &json!({"input": "x", "max_output_tokens": 1, "tools": tools})).await;
+    server.ask(CHAT, &with(chat("x"), json!({"max_tokens": 1, "tools": tools}))).await;
 }

@@ -12,5 +12,19 @@ pub mod process_memory;
 pub mod random_cases;
 pub mod split_mix64;
 
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+
 /// The repository's root.
 pub const ROOT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");
+
+/// The directory of the demo model.
+pub fn demo() -> PathBuf {
+    Path::new(ROOT).join("models/demo/moestro-demo")
+}
+
+/// `body` with further fields.
+pub fn with(mut body: Value, more: Value) -> Value {
+    body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    body
+}
