@@ -54,7 +54,7 @@ async fn wrong_value_error_names_the_field() {
         "tool_choice": ["required"], "response_format": ["text"], "chat_template_kwargs": [[]],
         "reasoning_effort": ["zzz"], "modalities": [["text", "audio"]],
         // Fields of other APIs and programs, and a typing error.
-        "n_predict": [5], "think": [false], "functions": [[]], "grammar": ["root ::= \"x\""],
+        "n_predict": [5], "think": [false], "grammar": ["root ::= \"x\""],
         "guided_grammar": ["root ::= \"x\""], "min_tokens": [5], "ignore_eos": [true], "stop_token_ids": [[5]],
         "bad_words": [["x"]], "max_tokes": [5],
     });

@@ -75,8 +75,9 @@ impl ModelLoader for MockLoader {
         self.0.record(format!("load {id}"));
         let tokenizer = Arc::new(Tokenizer::load(&demo()).unwrap());
         let answer = Some(tokenizer.encode(&format!("</think>\n\nI am {id}.")).unwrap());
-        let (vocab, context, chunk, eos, delay) = (VOCAB, 2048, 32, EOS, milliseconds(2));
-        let mock = MockModel { vocab, context, chunk, eos, answer, delay, ..MockModel::default() };
+        let delay = milliseconds(2);
+        let mock =
+            MockModel { vocab: VOCAB, context: 2048, chunk: 32, eos: EOS, answer, delay, ..MockModel::default() };
         let options = Options { eos: vec![EOS], parallel: self.0.parallel, ..Options::default() };
         let (engine, worker) = engine::spawn(mock, options, Metrics::new("0", "cpu")).unwrap();
         let model = loaded(id, engine, tokenizer, &[EOS], Template::load(&demo()).unwrap());

@@ -273,7 +273,9 @@ impl Setup {
         let state = Arc::new(state);
         if !self.loading {
             let mut model = loaded("mock", engine.clone(), tokenizer.clone(), &[EOS], template(self.template));
-            (model.thinking, model.limits, model.plan) = (self.thinking, self.limits, json!({"resident": true}));
+            model.thinking = self.thinking;
+            model.limits = self.limits;
+            model.plan = json!({"resident": true});
             model.card.experts_per_token = Some(2);
             model.card.quantization = Some("4-bit affine, groups of 64".into());
             state.serve_model(model);
