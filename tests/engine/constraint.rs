@@ -1,10 +1,8 @@
 //! Tests of constrained answers, and of constraints that fail.
 
+use super::scheduler::{ask, engine, options, request};
 use mock_model::MockModel;
-use moestro_base::metrics::Metrics;
-use moestro_engine::{
-    Constraint, Finish, Handle, Options, Request, Sampling, TokenMask, collect, error::EngineError, spawn,
-};
+use moestro_engine::{Constraint, Finish, Handle, Options, Request, TokenMask, collect, error::EngineError};
 use std::{
     sync::{Arc, Mutex},
     time::Duration,
@@ -38,17 +36,9 @@ impl Constraint for Script {
     }
 }
 
-fn engine() -> Handle {
-    spawn(MockModel::default(), Options { eos: vec![2], ..Options::default() }, Metrics::new("test", "cpu")).unwrap().0
-}
-
 fn answer(engine: &Handle, script: &Script, ignore_eos: bool) -> (Vec<u32>, Result<Finish, String>) {
-    let request = Request {
-        ignore_eos,
-        constraint: Some(Box::new(script.clone())),
-        ..Request::new(vec![9, 8, 7], 20, Sampling::greedy())
-    };
-    let (tokens, end) = collect(engine.submit(request).unwrap());
+    let constraint: Option<Box<dyn Constraint>> = Some(Box::new(script.clone()));
+    let (tokens, end) = ask(engine, Request { ignore_eos, constraint, ..request(&[9, 8, 7], 20) });
     let reason = |error| match error {
         EngineError::Constraint(reason) => reason,
         other => panic!("{other}"),
@@ -58,7 +48,7 @@ fn answer(engine: &Handle, script: &Script, ignore_eos: bool) -> (Vec<u32>, Resu
 
 #[test]
 fn constrained_answer_ends_where_allowed() {
-    let engine = engine();
+    let (engine, ..) = engine(&MockModel::default(), options());
     for ignore_eos in [false, true] {
         let script = Script { tokens: vec![40, 41, 9, 63, 2], ..Script::default() };
         assert_eq!(answer(&engine, &script, ignore_eos), (vec![40, 41, 9, 63], Ok(Finish::Stop)));
@@ -69,7 +59,7 @@ fn constrained_answer_ends_where_allowed() {
 
 #[test]
 fn failing_constraint_ends_only_its_request() {
-    let engine = engine();
+    let (engine, ..) = engine(&MockModel::default(), options());
     let script = Script { tokens: vec![40, 41], ..Script::default() };
     let (tokens, end) = answer(&engine, &script, false);
     assert_eq!((tokens.len(), end), (2, Err("the script is over".into())));
@@ -82,10 +72,9 @@ fn failing_constraint_ends_only_its_request() {
 #[test]
 fn failing_constraint_leaves_other_requests() {
     let mock = MockModel { delay: Duration::from_millis(1), batch: 4, ..MockModel::default() };
-    let options = Options { eos: vec![2], parallel: 3, ..Options::default() };
-    let engine = spawn(mock, options, Metrics::new("test", "cpu")).unwrap().0;
+    let (engine, ..) = engine(&mock, Options { parallel: 3, ..options() });
     let ids: Vec<u32> = (10..60).collect();
-    let other = engine.submit(Request::new(ids.clone(), 100, Sampling::greedy())).unwrap();
+    let other = engine.submit(request(&ids, 100)).unwrap();
     for tokens in [vec![40, 60], vec![40, 41]] {
         answer(&engine, &Script { tokens, ..Script::default() }, false).1.unwrap_err();
     }

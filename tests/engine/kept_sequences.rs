@@ -1,21 +1,24 @@
 //! Tests which sequences and snapshots the engine keeps after an answer.
 
-use super::scheduler::{MS, answer, engine, options, request};
+use super::scheduler::{answer, ask, engine, options, request, wait_until};
 use mock_model::MockModel;
-use moestro_engine::{
-    CacheSalt, DiskCacheOptions, Event, Handle, Image, Options, PlacedImage, Request, Sampling, collect,
-};
+use moestro_engine::{CacheSalt, DiskCacheOptions, Event, Handle, Image, Options, PlacedImage, Request, Sampling};
 use std::{
+    path::Path,
     sync::{Arc, atomic::Ordering},
-    time::{Duration, Instant},
 };
+
+fn disk_cache(dir: &Path) -> Options {
+    let disk_cache = Some(DiskCacheOptions { dir: dir.into(), limit: 1 << 20, key: "mock".into() });
+    Options { prompt_cache: 1 << 20, disk_cache, ..options() }
+}
 
 #[test]
 fn answer_is_cached_across_conversations() {
     let (handle, ..) = engine(&MockModel::default(), Options { prompt_cache: 1 << 20, ..options() });
     assert_eq!(answer(&handle, &[9, 5, 6]), [9, 5, 6]);
     assert_eq!(answer(&handle, &[20, 21]), [20, 21]);
-    let (_, end) = collect(handle.submit(request(&[9, 5, 6, 9, 5, 6, 2, 30], 100)).unwrap());
+    let (_, end) = ask(&handle, request(&[9, 5, 6, 9, 5, 6, 2, 30], 100));
     assert_eq!(end.unwrap().1.cached_tokens, 6);
 }
 
@@ -24,7 +27,7 @@ fn failing_prompt_evicts_nothing_beyond_its_end() {
     // The cache has room for the snapshots of only one of the two prompts.
     let mock = MockModel { fails_on: Some(40), ..MockModel::default() };
     let (handle, ..) = engine(&mock, Options { prompt_cache: 100, ..options() });
-    let evaluate = |ids: &[u32]| collect(handle.submit(request(ids, 0)).unwrap()).1;
+    let evaluate = |ids: &[u32]| ask(&handle, request(ids, 0)).1;
     let kept: Vec<u32> = (30..38).collect();
     assert_eq!(evaluate(&kept).unwrap().1.cached_tokens, 0);
     // The prompt fails in its second chunk. The snapshot of the prompt would be taken in the third chunk.
@@ -40,11 +43,7 @@ fn failed_snapshot_drops_its_sequence() {
     let (handle, ..) = engine(&mock, Options { prompt_cache: 1 << 20, ..options() });
     answer(&handle, &[9, 5, 6]);
     // The engine takes the snapshot after it has sent the answer.
-    let deadline = Instant::now() + Duration::from_secs(60);
-    while mock.recovered.load(Ordering::Relaxed) == 0 {
-        assert!(Instant::now() < deadline, "the engine did not call recover");
-        std::thread::sleep(MS);
-    }
+    wait_until(|| mock.recovered.load(Ordering::Relaxed) > 0, "the engine calls recover");
     // The device may be in an undefined state, so the sequence is dropped. The two references belong to the two mocks.
     assert_eq!(Arc::strong_count(&mock.states), 2);
     assert_eq!(answer(&handle, &[7]), [7]);
@@ -56,15 +55,11 @@ fn kept_sequence_holds_no_pixels() {
     let image = Arc::new(Image { hash: [1; 32], height: 1, width: 2, ..Image::default() });
     let evaluate = |ids: &[u32]| {
         let images = vec![PlacedImage { at: 1, image: image.clone() }];
-        collect(handle.submit(Request { images, ..request(ids, 100) }).unwrap()).1.unwrap().1
+        ask(&handle, Request { images, ..request(ids, 100) }).1.unwrap().1
     };
     assert_eq!(evaluate(&[9, 5, 5, 6]).cached_tokens, 0);
     // The engine drops the request after it has sent the answer.
-    let deadline = Instant::now() + Duration::from_secs(60);
-    while Arc::strong_count(&image) > 1 {
-        assert!(Instant::now() < deadline, "the sequence holds the image");
-        std::thread::sleep(MS);
-    }
+    wait_until(|| Arc::strong_count(&image) == 1, "the sequence holds no image");
     assert!(evaluate(&[9, 5, 5, 6, 9, 5, 5, 6, 2, 30]).cached_tokens >= 4, "the sequence is kept");
 }
 
@@ -76,7 +71,7 @@ fn token_evaluated_ahead_stays_in_the_sequence() {
         // The end-of-sequence token, 2, was evaluated ahead.
         assert_eq!(cached(&handle, &[9, 5, 6, 9, 5, 6, 2, 30], None), whole, "ahead: {decodes_ahead}");
         // No token is evaluated after the last one that the client wants.
-        let (tokens, _) = collect(handle.submit(request(&[20, 21, 22], 2)).unwrap());
+        let (tokens, _) = ask(&handle, request(&[20, 21, 22], 2));
         assert_eq!(tokens, [20, 21]);
         assert_eq!(cached(&handle, &[20, 21, 22, 20, 21, 30], None), cut, "ahead: {decodes_ahead}");
     }
@@ -85,7 +80,7 @@ fn token_evaluated_ahead_stays_in_the_sequence() {
 /// Evaluates a prompt. Returns the number of prompt tokens that were cached.
 fn cached(handle: &Handle, ids: &[u32], salt: Option<&str>) -> usize {
     let request = Request { cache_salt: salt.map(CacheSalt::new), ..request(ids, 100) };
-    collect(handle.submit(request).unwrap()).1.unwrap().1.cached_tokens
+    ask(handle, request).1.unwrap().1.cached_tokens
 }
 
 #[test]
@@ -121,10 +116,7 @@ fn short_salted_prompts_are_not_confused() {
 #[test]
 fn salted_snapshot_on_disk_needs_its_salt() {
     let dir = tempfile::tempdir().unwrap();
-    let start = || {
-        let disk_cache = Some(DiskCacheOptions { dir: dir.path().into(), limit: 1 << 20, key: "mock".into() });
-        engine(&MockModel::default(), Options { prompt_cache: 1 << 20, disk_cache, ..options() })
-    };
+    let start = || engine(&MockModel::default(), disk_cache(dir.path()));
     let (first, worker, _) = start();
     let ids: Vec<u32> = (30..42).collect();
     assert_eq!(cached(&first, &ids, Some("a")), 0);
@@ -144,15 +136,11 @@ fn salted_snapshot_on_disk_needs_its_salt() {
 #[test]
 fn snapshot_is_written_while_engine_decodes() {
     let dir = tempfile::tempdir().unwrap();
-    let disk_cache = Some(DiskCacheOptions { dir: dir.path().into(), limit: 1 << 20, key: "mock".into() });
     let tokens = 1 << 20;
     let mock = MockModel { context: 2 * tokens, answer: Some(vec![5; tokens]), ..MockModel::default() };
-    let (handle, ..) = engine(&mock, Options { prompt_cache: 1 << 20, disk_cache, ..options() });
+    let (handle, ..) = engine(&mock, disk_cache(dir.path()));
     let mut events = handle.submit(Request::new((30..42).collect(), tokens, Sampling::greedy())).unwrap();
     while handle.prompt_cache().disk.unwrap().snapshots == 0 {
-        assert!(
-            !matches!(events.try_recv(), Ok(Event::Done { .. })),
-            "the answer ended before the snapshot was written"
-        );
+        assert!(!matches!(events.try_recv(), Ok(Event::Done { .. })), "the snapshot is written too late");
     }
 }

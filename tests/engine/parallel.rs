@@ -1,6 +1,8 @@
 //! Tests of several requests at the same time: their order, and failures that end only one of the requests.
 
-use super::scheduler::{MS, engine, options, request, wait_until_idle};
+use super::scheduler::{
+    MS, ask, dice, engine, options, request, slow_model, wait_for_token, wait_until, wait_until_idle,
+};
 use mock_model::MockModel;
 use moestro_compute::device::{CpuArithmetic, CpuDevice};
 use moestro_engine::{
@@ -15,15 +17,6 @@ fn parallel(count: usize) -> Options {
     Options { parallel: count, max_queue: 64, ..options() }
 }
 
-/// A model that takes a millisecond per token and whose answers take longer than any test.
-fn slow_model(batch: usize) -> MockModel {
-    MockModel { delay: MS, context: 100_000, batch, answer: Some(vec![5; 90_000]), ..MockModel::default() }
-}
-
-fn wait_for_token(events: &mut Events) {
-    while !matches!(events.blocking_recv(), Some(Event::Token { .. })) {}
-}
-
 /// Number of tokens received since the last call.
 fn count_tokens(events: &mut Events) -> usize {
     std::iter::from_fn(|| events.try_recv().ok()).filter(|event| matches!(event, Event::Token { .. })).count()
@@ -32,10 +25,10 @@ fn count_tokens(events: &mut Events) -> usize {
 #[test]
 fn short_request_overtakes_a_long_answer() {
     for batch in [1, 4] {
-        let (handle, _, metrics) = engine(&slow_model(batch), parallel(2));
+        let (handle, _, metrics) = engine(&MockModel { batch, ..slow_model() }, parallel(2));
         let mut long = handle.submit(request(&[9], 90_000)).unwrap();
         wait_for_token(&mut long);
-        let (tokens, end) = collect(handle.submit(request(&[8, 7], 3)).unwrap());
+        let (tokens, end) = ask(&handle, request(&[8, 7], 3));
         assert_eq!((tokens, end.unwrap().0), (vec![5; 3], Finish::Length));
         // The long answer takes 90 s.
         assert!(count_tokens(&mut long) < 10_000);
@@ -46,7 +39,7 @@ fn short_request_overtakes_a_long_answer() {
 
 #[test]
 fn short_request_overtakes_a_long_prompt() {
-    let (handle, ..) = engine(&MockModel { chunk: 50, ..slow_model(1) }, parallel(2));
+    let (handle, ..) = engine(&MockModel { chunk: 50, ..slow_model() }, parallel(2));
     // The long prompt takes a minute.
     let mut long = handle.submit(request(&[9; 60_000], 1)).unwrap();
     assert!(matches!(long.blocking_recv(), Some(Event::Started { .. })));
@@ -56,7 +49,7 @@ fn short_request_overtakes_a_long_prompt() {
 
 #[test]
 fn cancel_and_deadline_end_one_request() {
-    let (handle, ..) = engine(&slow_model(4), parallel(3));
+    let (handle, ..) = engine(&MockModel { batch: 4, ..slow_model() }, parallel(3));
     let mut stays = handle.submit(request(&[9], 90_000)).unwrap();
     let mut leaves = handle.submit(request(&[8], 90_000)).unwrap();
     let deadline = Some(Instant::now() + 2000 * MS);
@@ -75,40 +68,34 @@ fn says(id: u32, ids: &[u32]) -> Request {
     Request { sampling, ..request(ids, 200) }
 }
 
-#[test]
-fn error_in_shared_pass_ends_one_request() {
-    for batch in [1, 4] {
-        let mock = MockModel { fails_on: Some(40), delay: MS, batch, ..MockModel::default() };
-        let (handle, ..) = engine(&mock, parallel(4));
-        let prompts: Vec<Vec<u32>> = (0..3).map(|id| (0..20).map(|at| 10 + id + at).collect()).collect();
-        let mut others: Vec<_> = prompts.iter().map(|ids| handle.submit(request(ids, 100)).unwrap()).collect();
-        others.iter_mut().for_each(wait_for_token);
-        let (tokens, failed) = collect(handle.submit(says(40, &[9, 9])).unwrap());
-        assert_eq!((tokens, failed.unwrap_err().to_string()), (vec![40], "test error on token 40".into()));
-        for (prompt, events) in prompts.iter().zip(others) {
-            let (tokens, end) = collect(events);
-            assert_eq!((&tokens[..], end.unwrap().0), (&prompt[1..], Finish::Stop));
-        }
-        wait_until_idle(&handle);
+/// Submits prompts of 20 tokens, which the mock repeats, and waits until all decode.
+fn start_others(handle: &Handle, count: u32) -> Vec<(Vec<u32>, Events)> {
+    let prompts = (0..count).map(|id| (0..20).map(|at| 10 + id + at).collect());
+    let mut others: Vec<(Vec<u32>, Events)> =
+        prompts.map(|ids: Vec<u32>| (ids.clone(), handle.submit(request(&ids, 100)).unwrap())).collect();
+    others.iter_mut().for_each(|(_, events)| wait_for_token(events));
+    others
+}
+
+/// Checks the rest of the answers to [`start_others`].
+fn check_others(others: Vec<(Vec<u32>, Events)>) {
+    for (prompt, events) in others {
+        let (tokens, end) = collect(events);
+        assert_eq!((&tokens[..], end.unwrap().0), (&prompt[1..], Finish::Stop));
     }
 }
 
 #[test]
-fn lost_device_ends_one_request() {
-    for batch in [1, 4] {
+fn error_in_shared_pass_ends_one_request() {
+    for (batch, loses_device) in [(1, false), (4, false), (1, true), (4, true)] {
         let mock = MockModel { fails_on: Some(40), delay: MS, batch, ..MockModel::default() };
         let (handle, _, metrics) = engine(&mock, parallel(4));
-        let prompts: Vec<Vec<u32>> = (0..3).map(|id| (0..20).map(|at| 10 + id + at).collect()).collect();
-        let mut others: Vec<_> = prompts.iter().map(|ids| handle.submit(request(ids, 100)).unwrap()).collect();
-        others.iter_mut().for_each(wait_for_token);
-        mock.loses_device.store(true, Ordering::Relaxed);
-        let (_, failed) = collect(handle.submit(says(40, &[9, 9])).unwrap());
-        assert_eq!(failed.unwrap_err().to_string(), "test error on token 40");
-        for (prompt, events) in prompts.iter().zip(others) {
-            let (tokens, end) = collect(events);
-            assert_eq!((&tokens[..], end.unwrap().0), (&prompt[1..], Finish::Stop));
-        }
-        assert_eq!(metrics.gpu_lost.get(), 1);
+        let others = start_others(&handle, 3);
+        mock.loses_device.store(loses_device, Ordering::Relaxed);
+        let (tokens, failed) = ask(&handle, says(40, &[9, 9]));
+        assert_eq!((tokens, failed.unwrap_err().to_string()), (vec![40], "test error on token 40".into()));
+        check_others(others);
+        assert_eq!(metrics.gpu_lost.get(), i64::from(loses_device), "{batch}");
         wait_until_idle(&handle);
     }
 }
@@ -118,14 +105,10 @@ fn failed_prompt_ends_one_request() {
     for (fails_on, panics_on) in [(Some(40), None), (None, Some(40))] {
         let mock = MockModel { fails_on, panics_on, delay: MS, batch: 4, ..MockModel::default() };
         let (handle, ..) = engine(&mock, parallel(3));
-        let prompts: Vec<Vec<u32>> = (0..2).map(|id| (0..20).map(|at| 10 + id + at).collect()).collect();
-        let mut others: Vec<_> = prompts.iter().map(|ids| handle.submit(request(ids, 100)).unwrap()).collect();
-        others.iter_mut().for_each(wait_for_token);
-        let (_, failed) = collect(handle.submit(request(&[8, 40, 8], 5)).unwrap());
+        let others = start_others(&handle, 2);
+        let (_, failed) = ask(&handle, request(&[8, 40, 8], 5));
         assert!(failed.unwrap_err().to_string().contains("token 40"));
-        for (prompt, events) in prompts.iter().zip(others) {
-            assert_eq!(collect(events).0[..], prompt[1..]);
-        }
+        check_others(others);
     }
 }
 
@@ -135,7 +118,7 @@ fn ask_as(handle: &Handle, client: ClientId, max_tokens: usize) -> Events {
 
 #[test]
 fn clients_take_turns() {
-    let (handle, ..) = engine(&slow_model(1), parallel(1));
+    let (handle, ..) = engine(&slow_model(), parallel(1));
     let ask = |key, max_tokens| ask_as(&handle, ClientId::new(0, key, 0), max_tokens);
     let mut first = ask(1, 90_000);
     wait_for_token(&mut first);
@@ -153,7 +136,7 @@ fn clients_take_turns() {
 /// A key with many users has as many turns as a key with one user.
 #[test]
 fn keys_take_turns_before_users() {
-    let (handle, ..) = engine(&slow_model(1), parallel(1));
+    let (handle, ..) = engine(&slow_model(), parallel(1));
     let ask = |address, key, user, max_tokens| ask_as(&handle, ClientId::new(address, key, user), max_tokens);
     let mut first = ask(1, 1, 1, 90_000);
     wait_for_token(&mut first);
@@ -176,7 +159,7 @@ fn keys_take_turns_before_users() {
 /// Clients that send one request after another do not delay the second request of a client without limit.
 #[test]
 fn queued_request_is_not_starved() {
-    let (handle, ..) = engine(&slow_model(1), parallel(1));
+    let (handle, ..) = engine(&slow_model(), parallel(1));
     let ask = |key, max_tokens| ask_as(&handle, ClientId::new(0, key, 0), max_tokens);
     let mut first = ask(1, 90_000);
     wait_for_token(&mut first);
@@ -197,10 +180,10 @@ fn panic_ends_the_requests_of_its_pass() {
     let (handle, worker, _) = engine(&mock, parallel(2));
     let mut shares = handle.submit(Request { max_tokens: 90_000, ..says(6, &[10, 11]) }).unwrap();
     wait_for_token(&mut shares);
-    let (_, panicked) = collect(handle.submit(says(41, &[9, 9])).unwrap());
+    let (_, panicked) = ask(&handle, says(41, &[9, 9]));
     assert!(matches!(panicked, Err(EngineError::Panicked(text)) if text.contains("token 41")));
     assert!(matches!(collect(shares).1, Err(EngineError::Panicked(_))));
-    assert_eq!(collect(handle.submit(request(&[9, 5], 9)).unwrap()).0, [9, 5]);
+    assert_eq!(ask(&handle, request(&[9, 5], 9)).0, [9, 5]);
     handle.drain();
     worker.join().unwrap();
 }
@@ -226,7 +209,7 @@ fn verified_draft_needs_no_row() {
             }
         }
         for id in 20..40 {
-            let (tokens, end) = collect(handle.submit(request(&[9, id, 8], 9)).unwrap());
+            let (tokens, end) = ask(&handle, request(&[9, id, 8], 9));
             assert_eq!((tokens, end.unwrap().0), (vec![9, id, 8], Finish::Stop));
         }
         let (rest, end) = collect(long);
@@ -264,34 +247,25 @@ fn shared_new_prefix_is_computed_once() {
 
 #[test]
 fn queue_is_full_beyond_running_and_waiting() {
-    let (handle, ..) = engine(&slow_model(1), Options { max_queue: 2, ..parallel(3) });
+    let (handle, ..) = engine(&slow_model(), Options { max_queue: 2, ..parallel(3) });
     let _all: Vec<_> = (0..5).map(|_| handle.submit(request(&[9], 90_000)).unwrap()).collect();
     assert!(matches!(handle.submit(request(&[9], 1)), Err(EngineError::QueueFull { .. })));
-    let deadline = Instant::now() + Duration::from_secs(60);
-    while handle.load() != (3, 2) {
-        assert!(Instant::now() < deadline, "{:?}", handle.load());
-        std::thread::sleep(MS);
-    }
+    wait_until(|| handle.load() == (3, 2), "three requests run and two wait");
     assert_eq!(handle.parallel(), 3);
 }
 
 #[test]
 fn random_mixes_answer_as_alone() {
-    // Deterministic pseudo-random numbers.
-    let dice = |n: u32| n.wrapping_mul(0x9E37_79B9).rotate_left(15).wrapping_mul(0x85EB_CA6B) >> 8;
-    let ask = |n: u32| {
+    let random = |n: u32| {
         let ids = (0..1 + dice(n) % 40).map(|k| 3 + dice(n + k) % 60).collect();
         let temperature = [0.0, 1.0, 20.0][dice(n ^ 7) as usize % 3];
-        Request::new(
-            ids,
-            1 + dice(n ^ 9) as usize % 30,
-            Sampling { temperature, seed: Some(n.into()), ..Sampling::default() },
-        )
+        let sampling = Sampling { temperature, seed: Some(n.into()), ..Sampling::default() };
+        Request::new(ids, 1 + dice(n ^ 9) as usize % 30, sampling)
     };
     let mock = MockModel { delay: Duration::from_micros(20), chunk: 7, ..MockModel::default() };
     let alone: Vec<_> = {
         let (handle, worker, _) = engine(&mock, options());
-        let answers = (0..96).map(|n| collect(handle.submit(ask(n)).unwrap()).0).collect();
+        let answers = (0..96).map(|n| ask(&handle, random(n)).0).collect();
         drop(handle);
         worker.join().unwrap();
         answers
@@ -305,10 +279,10 @@ fn random_mixes_answer_as_alone() {
         let (handle, worker, metrics) = engine(&mock, Options { prompt_cache, ..parallel(count) });
         std::thread::scope(|scope| {
             for client in 0..8 {
-                let (handle, alone, ask) = (&handle, &alone, &ask);
+                let (handle, alone, random) = (&handle, &alone, &random);
                 scope.spawn(move || {
                     for n in (client..96).step_by(8) {
-                        let mut events = handle.submit(ask(n)).unwrap();
+                        let mut events = handle.submit(random(n)).unwrap();
                         if dice(n ^ 11).is_multiple_of(4) {
                             (0..dice(n) % 9).for_each(|_| drop(events.blocking_recv()));
                         } else {

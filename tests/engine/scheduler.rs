@@ -3,7 +3,7 @@
 use mock_model::MockModel;
 use moestro_base::metrics::Metrics;
 use moestro_engine::{
-    Event, Events, Finish, Handle, Options, Request, Sampling, Worker, collect, error::EngineError, spawn,
+    Event, Events, Finish, Handle, Options, Request, Sampling, Timings, Worker, collect, error::EngineError, spawn,
 };
 use std::{
     sync::{Arc, atomic::Ordering},
@@ -26,34 +26,56 @@ pub fn request(ids: &[u32], max_tokens: usize) -> Request {
     Request::new(ids.to_vec(), max_tokens, Sampling::greedy())
 }
 
+/// The tokens of an answer and how it ended.
+pub fn ask(handle: &Handle, request: Request) -> (Vec<u32>, Result<(Finish, Timings), EngineError>) {
+    collect(handle.submit(request).unwrap())
+}
+
 pub fn answer(handle: &Handle, ids: &[u32]) -> Vec<u32> {
-    let (tokens, end) = collect(handle.submit(request(ids, 100)).unwrap());
+    let (tokens, end) = ask(handle, request(ids, 100));
     assert_eq!(end.unwrap().0, Finish::Stop);
     tokens
 }
 
+/// Submits a request and waits until it runs.
+fn start(handle: &Handle, request: Request) -> Events {
+    let mut events = handle.submit(request).unwrap();
+    assert!(matches!(events.blocking_recv(), Some(Event::Started { .. })));
+    events
+}
+
 /// Waits for the next token.
-fn wait_for_token(events: &mut Events) {
+pub fn wait_for_token(events: &mut Events) {
     while !matches!(events.blocking_recv(), Some(Event::Token { .. })) {}
 }
 
-pub fn wait_until_idle(handle: &Handle) {
+/// Waits until `is_done`. Panics after a minute.
+pub fn wait_until(is_done: impl Fn() -> bool, what: &str) {
     let deadline = Instant::now() + Duration::from_secs(60);
-    while handle.load() != (0, 0) {
-        assert!(Instant::now() < deadline, "still busy: {:?}", handle.load());
+    while !is_done() {
+        assert!(Instant::now() < deadline, "not after a minute: {what}");
         std::thread::sleep(MS);
     }
 }
 
+pub fn wait_until_idle(handle: &Handle) {
+    wait_until(|| handle.load() == (0, 0), "the engine is idle");
+}
+
 /// A model that takes a millisecond per token and whose answers take longer than any test.
-fn slow_model() -> MockModel {
+pub fn slow_model() -> MockModel {
     MockModel { delay: MS, context: 100_000, answer: Some(vec![5; 90_000]), ..MockModel::default() }
+}
+
+/// Deterministic pseudo-random numbers.
+pub fn dice(n: u32) -> u32 {
+    n.wrapping_mul(0x9E37_79B9).rotate_left(15).wrapping_mul(0x85EB_CA6B) >> 8
 }
 
 #[test]
 fn mock_model_repeats_its_prompt() {
     let (handle, ..) = engine(&MockModel::default(), options());
-    let (tokens, end) = collect(handle.submit(request(&[9, 5, 6], 100)).unwrap());
+    let (tokens, end) = ask(&handle, request(&[9, 5, 6], 100));
     let (finish, timings) = end.unwrap();
     assert_eq!((tokens, finish), (vec![9, 5, 6], Finish::Stop));
     assert_eq!((timings.prompt_tokens, timings.cached_tokens, timings.generated_tokens), (3, 0, 3));
@@ -71,7 +93,7 @@ fn every_eos_token_ends_the_answer() {
 #[test]
 fn ignore_eos_continues_after_eos() {
     let (handle, ..) = engine(&MockModel::default(), options());
-    let (tokens, end) = collect(handle.submit(Request { ignore_eos: true, ..request(&[9, 5], 6) }).unwrap());
+    let (tokens, end) = ask(&handle, Request { ignore_eos: true, ..request(&[9, 5], 6) });
     assert_eq!(tokens, [9, 5, 2, 2, 2, 2]);
     assert_eq!(end.unwrap().0, Finish::Length);
 }
@@ -80,7 +102,7 @@ fn ignore_eos_continues_after_eos() {
 fn length_limit_is_max_tokens_or_context() {
     let (handle, ..) = engine(&MockModel { context: 6, ..MockModel::default() }, options());
     let run = |ids: &[u32], max| {
-        let (tokens, end) = collect(handle.submit(request(ids, max)).unwrap());
+        let (tokens, end) = ask(&handle, request(ids, max));
         (tokens.len(), end.unwrap().0)
     };
     assert_eq!(run(&[9, 5, 6, 7], 0), (0, Finish::Length));
@@ -98,10 +120,8 @@ fn invalid_prompt_is_refused() {
     assert!(matches!(handle.submit(request(&[], 1)), Err(EngineError::EmptyPrompt)));
     let long = handle.submit(request(&[9; 4], 1));
     assert!(matches!(long, Err(EngineError::PromptTooLong { prompt: 4, context: 3 })));
-    assert_eq!(
-        handle.submit(request(&[64], 1)).unwrap_err().to_string(),
-        "token id 64 is outside the vocabulary of 64"
-    );
+    let error = handle.submit(request(&[64], 1)).unwrap_err().to_string();
+    assert_eq!(error, "token id 64 is outside the vocabulary of 64");
     assert_eq!(answer(&handle, &[9]), [9]);
 }
 
@@ -151,7 +171,7 @@ fn complete_answer_gets_its_timings() {
     answer(&handle, &[50, 51]);
     let evaluated = prompt.len() + 2 + rest.len();
     let next = [&prompt[..], &prompt[..evaluated - prompt.len()], &[60]].concat();
-    let (_, end) = collect(handle.submit(super::scheduler::request(&next, 1)).unwrap());
+    let (_, end) = collect(handle.submit(self::request(&next, 1)).unwrap());
     assert_eq!(end.unwrap().1.cached_tokens, evaluated);
 }
 
@@ -187,9 +207,7 @@ fn disconnect_ends_decode_within_a_token() {
 fn disconnect_ends_prefill_within_a_chunk() {
     let mock = slow_model();
     let (handle, ..) = engine(&mock, options());
-    let mut events = handle.submit(request(&[9; 10_000], 1)).unwrap();
-    assert!(matches!(events.blocking_recv(), Some(Event::Started { .. })));
-    drop(events);
+    drop(start(&handle, request(&[9; 10_000], 1)));
     wait_until_idle(&handle);
     assert!(mock.evaluated.load(Ordering::Relaxed) < 1000);
 }
@@ -198,10 +216,8 @@ fn disconnect_ends_prefill_within_a_chunk() {
 fn abandoned_chunk_is_cancelled_for_others() {
     let mock = MockModel { chunk: 100_000, ..slow_model() };
     let (handle, ..) = engine(&mock, options());
-    let mut events = handle.submit(request(&[9; 60_000], 1)).unwrap();
-    assert!(matches!(events.blocking_recv(), Some(Event::Started { .. })));
-    drop(events);
-    let (_, end) = collect(handle.submit(request(&[8], 1)).unwrap());
+    drop(start(&handle, request(&[9; 60_000], 1)));
+    let (_, end) = ask(&handle, request(&[8], 1));
     assert_eq!(end.unwrap().1.cached_tokens, 0);
     assert!(mock.evaluated.load(Ordering::Relaxed) < 10_000);
 }
@@ -210,12 +226,9 @@ fn abandoned_chunk_is_cancelled_for_others() {
 fn abandoned_chunk_is_kept_without_others() {
     let mock = MockModel { chunk: 100_000, ..slow_model() };
     let (handle, ..) = engine(&mock, options());
-    let mut events = handle.submit(request(&[9; 100], 1)).unwrap();
-    assert!(matches!(events.blocking_recv(), Some(Event::Started { .. })));
-    // Wait until the chunk is running, since a request without a running chunk would be cancelled.
-    while mock.evaluated.load(Ordering::Relaxed) == 0 {
-        std::thread::sleep(Duration::from_millis(1));
-    }
+    let events = start(&handle, request(&[9; 100], 1));
+    // A request without a running chunk would be cancelled.
+    wait_until(|| mock.evaluated.load(Ordering::Relaxed) > 0, "the chunk runs");
     drop(events);
     wait_until_idle(&handle);
     let (_, end) = collect(handle.submit(request(&[9; 101], 1)).unwrap());
@@ -240,9 +253,7 @@ fn disconnected_queued_request_leaves_at_once() {
     mock.stops_at.store(0, Ordering::Relaxed);
     let (handle, ..) = engine(&mock, options());
     let running = handle.submit(request(&[9; 20], 1)).unwrap();
-    while handle.load() != (1, 0) {
-        std::thread::sleep(MS);
-    }
+    wait_until(|| handle.load() == (1, 0), "the request runs");
     let waiting: Vec<_> = (0..3).map(|_| handle.submit(request(&[8], 1)).unwrap()).collect();
     assert_eq!((handle.load(), handle.waiting(9).len()), ((1, 3), 3));
     // The step of the running request has not ended.
@@ -308,10 +319,10 @@ fn error_or_panic_ends_one_request() {
     let mock = MockModel { fails_on: Some(40), panics_on: Some(41), ..MockModel::default() };
     let (handle, ..) = engine(&mock, options());
     for _ in 0..3 {
-        let (_, failed) = collect(handle.submit(request(&[9, 40], 5)).unwrap());
+        let (_, failed) = ask(&handle, request(&[9, 40], 5));
         assert_eq!(failed.unwrap_err().to_string(), "test error on token 40");
         assert_eq!(answer(&handle, &[9, 5]), [9, 5]);
-        let (_, panicked) = collect(handle.submit(request(&[9, 5, 2, 41], 5)).unwrap());
+        let (_, panicked) = ask(&handle, request(&[9, 5, 2, 41], 5));
         assert!(matches!(panicked, Err(EngineError::Panicked(text)) if text.contains("token 41")));
         assert_eq!(answer(&handle, &[9, 5, 6]), [9, 5, 6]);
     }
@@ -323,7 +334,7 @@ fn error_or_panic_ends_one_request() {
 #[test]
 fn missing_logits_fail_the_request() {
     let (handle, ..) = engine(&MockModel::default(), Options { usable_vocab: 0, ..options() });
-    assert!(matches!(collect(handle.submit(request(&[9], 5)).unwrap()).1, Err(EngineError::NoLogits)));
+    assert!(matches!(ask(&handle, request(&[9], 5)).1, Err(EngineError::NoLogits)));
 }
 
 #[test]
@@ -331,7 +342,7 @@ fn extended_prompt_is_cached() {
     let (handle, _, metrics) = engine(&MockModel::default(), options());
     assert_eq!(answer(&handle, &[9, 5, 6]), [9, 5, 6]);
     // The state contains the prompt and the answer.
-    let (tokens, end) = collect(handle.submit(request(&[9, 5, 6, 9, 5, 6, 2, 30], 100)).unwrap());
+    let (tokens, end) = ask(&handle, request(&[9, 5, 6, 9, 5, 6, 2, 30], 100));
     assert_eq!(tokens, [9, 5, 6, 9, 5, 6, 2, 30][..6]);
     assert_eq!(end.unwrap().1.cached_tokens, 6);
     assert_eq!((metrics.prompt_tokens_computed.get(), metrics.prompt_tokens_cached.get()), (5, 6));
@@ -346,9 +357,8 @@ fn prompt_logprobs_do_not_depend_on_chunks() {
     let ids: Vec<u32> = (0..77).map(|place| 3 + place * 7 % 60).collect();
     let run = |chunk, max_tokens| {
         let (handle, ..) = engine(&MockModel { chunk, margin: 2.0, ..MockModel::default() }, options());
-        let mut events = handle
-            .submit(Request { prompt_logprobs: Some(3), logprobs: Some(2), ..request(&ids, max_tokens) })
-            .unwrap();
+        let request = Request { prompt_logprobs: Some(3), logprobs: Some(2), ..request(&ids, max_tokens) };
+        let mut events = handle.submit(request).unwrap();
         let mut next = || loop {
             match events.blocking_recv() {
                 Some(Event::Prefilled { .. }) => {}
@@ -381,7 +391,7 @@ fn only_needed_logits_are_computed() {
     {
         let mock = MockModel::default();
         let (handle, ..) = engine(&mock, options());
-        let (tokens, end) = collect(handle.submit(Request { prompt_logprobs, ..request(&ids, max_tokens) }).unwrap());
+        let (tokens, end) = ask(&handle, Request { prompt_logprobs, ..request(&ids, max_tokens) });
         assert_eq!((tokens.len(), end.unwrap().0), (max_tokens, Finish::Length));
         assert_eq!(mock.rows.load(Ordering::Relaxed), rows, "{max_tokens} tokens");
     }
@@ -393,9 +403,9 @@ fn seed_reproduces_regardless_of_history() {
     let run = |before: &[&[u32]], chunk| {
         let (handle, ..) = engine(&MockModel { chunk, ..MockModel::default() }, Options { eos: vec![], ..options() });
         for prompt in before {
-            let _ = collect(handle.submit(request(prompt, 5)).unwrap());
+            let _ = ask(&handle, request(prompt, 5));
         }
-        collect(handle.submit(Request { sampling: warm.clone(), ..request(&[9, 5, 6, 7], 30) }).unwrap()).0
+        ask(&handle, Request { sampling: warm.clone(), ..request(&[9, 5, 6, 7], 30) }).0
     };
     let tokens = run(&[], 8);
     assert_eq!(tokens.len(), 30);
@@ -407,16 +417,12 @@ fn seed_reproduces_regardless_of_history() {
 fn many_requests_with_disconnects_complete() {
     let mock = MockModel { delay: Duration::from_micros(20), chunk: 3, ..MockModel::default() };
     let (handle, worker, metrics) = engine(&mock, Options { max_queue: 64, ..options() });
-    // Deterministic pseudo-random numbers.
-    let dice = |n: u32| n.wrapping_mul(0x9E37_79B9).rotate_left(15).wrapping_mul(0x85EB_CA6B) >> 8;
     let one = |n: u32| {
         let prompt: Vec<u32> =
             std::iter::once(3 + n % 40).chain((0..dice(n) % 12).map(|k| 44 + dice(n + k) % 20)).collect();
         let mut events = handle.submit(request(&prompt, 100)).unwrap();
         if dice(n ^ 0x5555).is_multiple_of(3) {
-            for _ in 0..dice(n) % 9 {
-                let _ = events.blocking_recv();
-            }
+            (0..dice(n) % 9).for_each(|_| drop(events.blocking_recv()));
         } else {
             let (tokens, end) = collect(events);
             assert_eq!(tokens, prompt, "request {n}");

@@ -1,6 +1,6 @@
 //! Tests of requests at the same time whose prompts begin with the same tokens: the beginning is computed once.
 
-use super::scheduler::{MS, engine, options, request, wait_until_idle};
+use super::scheduler::{dice, engine, options, request, wait_until, wait_until_idle};
 use mock_model::MockModel;
 use moestro_engine::{Boundary, BoundaryKind, Event, Events, Finish, Handle, Options, Request, collect};
 use std::{
@@ -23,22 +23,13 @@ fn caching(parallel: usize) -> Options {
     Options { parallel, prompt_cache: 1 << 24, ..options() }
 }
 
-/// Deterministic pseudo-random numbers.
-fn dice(n: u32) -> u32 {
-    n.wrapping_mul(0x9E37_79B9).rotate_left(15).wrapping_mul(0x85EB_CA6B) >> 8
-}
-
 /// Pseudo-random tokens that no answer contains.
 fn tokens(seed: u32, count: usize) -> Vec<u32> {
     (0..count as u32).map(|n| 6 + dice(dice(seed) ^ n) % 58).collect()
 }
 
 fn wait_for_evaluated(mock: &MockModel, count: usize) {
-    let deadline = Instant::now() + Duration::from_secs(60);
-    while mock.evaluated.load(Ordering::Relaxed) < count {
-        assert!(Instant::now() < deadline, "the model has evaluated {:?} tokens", mock.evaluated);
-        std::thread::sleep(MS);
-    }
+    wait_until(|| mock.evaluated.load(Ordering::Relaxed) >= count, "the model has evaluated the tokens");
 }
 
 fn resume(mock: &MockModel) {

@@ -1,7 +1,6 @@
 use super::*;
 use mock_model::MockModel;
 use moestro_model::model::{LoadOptions, Model, PAGE, PageSize, Qwen, Rows};
-use std::path::Path;
 
 /// A recurrent state of 100 bytes, and 1 byte of keys and values per position.
 const SIZE: SnapshotSize = SnapshotSize { state: 100, page: PageSize::without_indexer(1) };
@@ -22,10 +21,9 @@ fn tokens(first: u32, count: usize) -> Vec<u32> {
 
 /// The demo model, some tokens, and a snapshot of these tokens whose pages are in the model's pool.
 pub fn paged() -> (Qwen, Vec<u32>, Snapshot) {
-    let demo = Path::new(test_support::ROOT).join("models/demo/moestro-demo");
     let options = LoadOptions { threads: Some(1), ..LoadOptions::default() };
     let metrics = Metrics::new("test", "cpu");
-    let mut model = Qwen::load(&demo, &options, &metrics, &mut |_, _| ()).unwrap();
+    let mut model = Qwen::load(&test_support::demo(), &options, &metrics, &mut |_, _| ()).unwrap();
     let mut state = model.start().unwrap();
     let ids = (0..PAGE as u32 + 3).collect::<Vec<_>>();
     model.forward(&mut state, &ids, Rows::None).unwrap();
@@ -143,10 +141,8 @@ fn cleared_cache_is_empty() {
     let cache = cache(1000);
     assert!(put(&cache, &tokens(1, 20), SnapshotKind::Message));
     cache.clear();
-    assert_eq!(
-        cache.status(),
-        PromptCacheStatus { limit: 1000, bytes: 0, snapshots: 0, disk: None, disk_locked: false }
-    );
+    let empty = PromptCacheStatus { limit: 1000, bytes: 0, snapshots: 0, disk: None, disk_locked: false };
+    assert_eq!(cache.status(), empty);
     assert_eq!(cache.clear_count(), 1);
     assert!(longest_prefix(&cache, &tokens(1, 30), 0).is_none());
     // A snapshot is ignored if its request began before the cache was cleared.

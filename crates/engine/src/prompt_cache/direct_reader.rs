@@ -107,20 +107,14 @@ mod tests {
                     assert_eq!(hash.finalize(), crc32fast::hash(&body));
                 }
             }
-            let mut beyond = vec![0; 100];
-            let result = reader.read(
-                &path,
-                bytes.len() as u64,
-                2 * BUFFER as u64,
-                &mut [0; MAX_BLOCK],
-                &mut beyond,
-                &mut ReadBuffer::new().unwrap(),
-            );
-            assert_eq!(result.unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
-            let result = reader.read(&path, 5, 0, &mut [], &mut [0], &mut ReadBuffer::new().unwrap());
-            assert_eq!(result.unwrap_err().to_string(), "its size is wrong");
-            let result = reader.read(dir.path(), 5, 0, &mut [], &mut [0], &mut ReadBuffer::new().unwrap());
-            assert_eq!(result.unwrap_err().to_string(), "it is not a regular file");
+            let error = |path: &Path, len: usize, at: usize, head: &mut [u8], body: &mut [u8]| {
+                let buffer = &mut ReadBuffer::new().unwrap();
+                reader.read(path, len as u64, at as u64, head, body, buffer).unwrap_err()
+            };
+            let beyond = error(&path, bytes.len(), 2 * BUFFER, &mut [0; MAX_BLOCK], &mut [0; 100]);
+            assert_eq!(beyond.kind(), io::ErrorKind::UnexpectedEof);
+            assert_eq!(error(&path, 5, 0, &mut [], &mut [0]).to_string(), "its size is wrong");
+            assert_eq!(error(dir.path(), 5, 0, &mut [], &mut [0]).to_string(), "it is not a regular file");
         }
     }
 }

@@ -100,13 +100,18 @@ fn bytes_on_disk(dir: &Path) -> u64 {
     [files(dir, "state"), files(dir, "page")].concat().iter().map(|path| path.metadata().unwrap().len()).sum()
 }
 
+/// A cache with snapshots of the first `short` tokens and of all `ids`.
+fn cache_with(options: &DiskCacheOptions, ids: &[u32], short: usize) -> OpenCache {
+    let cache = open(options);
+    put(&cache, &ids[..short]);
+    put(&cache, ids);
+    cache
+}
+
 /// A cache with two snapshots that share a page, and the tokens of the longer snapshot.
 fn cache_with_two(options: &DiskCacheOptions) -> (OpenCache, Vec<u32>) {
-    let cache = open(options);
     let ids = tokens(1, 2 * PAGE + 40);
-    put(&cache, &ids[..PAGE + 10]);
-    put(&cache, &ids);
-    (cache, ids)
+    (cache_with(options, &ids, PAGE + 10), ids)
 }
 
 #[test]
@@ -246,10 +251,7 @@ fn damaged_files_are_not_used() {
     for (number, (extension, damage)) in damages.into_iter().enumerate() {
         let dir = tempfile::tempdir().unwrap();
         let options = options(dir.path());
-        let first = open(&options);
-        put(&first, &ids[..30]);
-        put(&first, &ids);
-        drop(first);
+        drop(cache_with(&options, &ids, 30));
         let all = files(dir.path(), extension);
         damage(all.iter().max_by_key(|path| path.metadata().unwrap().len()).unwrap());
         let second = open(&options);
@@ -281,10 +283,8 @@ fn disk_limit_is_enforced() {
 fn shared_pages_go_with_the_last_snapshot() {
     let dir = tempfile::tempdir().unwrap();
     let ids = tokens(3, PAGE + 60);
-    let first = open(&options(dir.path()));
     // Both snapshots need the first page.
-    put(&first, &ids[..PAGE + 20]);
-    put(&first, &ids);
+    let first = cache_with(&options(dir.path()), &ids, PAGE + 20);
     first.close();
     for left in [1, 0] {
         let mut state = first.state.lock();
@@ -303,9 +303,7 @@ fn unneeded_files_are_removed_at_start() {
     let dir = tempfile::tempdir().unwrap();
     let options = options(dir.path());
     let ids = tokens(4, PAGE + 40);
-    let first = open(&options);
-    put(&first, &ids);
-    drop(first);
+    put(&open(&options), &ids);
     let page = files(dir.path(), "page").remove(0);
     let stray =
         ["a.page", "b.page.12-3.partial", "c.state.7-1.partial", "d.text"].map(|name| page.with_file_name(name));
@@ -323,9 +321,7 @@ fn files_of_other_versions_are_removed_at_start() {
     let states = files(dir.path(), "state");
     assert!(states.len() > 1);
     for path in states.iter().chain(&files(dir.path(), "page")) {
-        let mut bytes = fs::read(path).unwrap();
-        bytes[7] -= 1;
-        fs::write(path, bytes).unwrap();
+        edit(path, |bytes| bytes[7] -= 1);
     }
     let second = open(&options);
     assert_eq!(second.status().disk.unwrap().snapshots, 0);
@@ -337,10 +333,7 @@ fn special_and_oversized_files_are_ignored() {
     let dir = tempfile::tempdir().unwrap();
     let options = options(dir.path());
     let ids = tokens(4, PAGE + 40);
-    let first = open(&options);
-    put(&first, &ids[..30]);
-    put(&first, &ids);
-    drop(first);
+    drop(cache_with(&options, &ids, 30));
     let page = files(dir.path(), "page").remove(0);
     for name in ["a.state", "b.page", "c.partial"] {
         make_fifo(&page.with_file_name(name));
@@ -456,10 +449,8 @@ fn slow_disk_is_not_read() {
     let dir = tempfile::tempdir().unwrap();
     put(&open(&options(dir.path())), &tokens(1, 50));
     let second = open(&options(dir.path()));
-    assert!(
-        longest_prefix(&second, &[tokens(1, 50), vec![0]].concat(), 50).is_none(),
-        "it is no longer than what exists"
-    );
+    // It is no longer than what exists.
+    assert!(longest_prefix(&second, &[tokens(1, 50), vec![0]].concat(), 50).is_none());
     // Reading 200 bytes takes 8 s. Computing 50 tokens takes 6 s, then 8 s.
     let set_speeds = |seconds| {
         let mut state = second.state.lock();

@@ -79,10 +79,7 @@ mod tests {
     fn one_call_answers_one_request() {
         let asked = Arc::new(AtomicUsize::new(0));
         let counter = asked.clone();
-        let count = move || {
-            counter.fetch_add(1, Ordering::Relaxed);
-        };
-        let (mut read, requests) = page_requests(count);
+        let (mut read, requests) = page_requests(move || _ = counter.fetch_add(1, Ordering::Relaxed));
         let mut model = MockModel::default();
         assert!(!requests.answer_next(&mut model), "there is no request");
         let pages = [page(1), page(2)];

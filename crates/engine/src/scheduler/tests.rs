@@ -82,6 +82,12 @@ impl Engine {
         self.0.run_step();
         begun
     }
+
+    /// Runs one step, after which the clients send new requests.
+    fn step_with(&mut self, clients: &mut [Client]) {
+        self.step();
+        clients.iter_mut().for_each(|client| client.poll(self));
+    }
 }
 
 /// Number of tokens received since the last call, and true if the request has ended.
@@ -125,8 +131,7 @@ fn short_request_waits_at_most_one_chunk() {
         let idle = cost.0 + 50.0 * cost.1;
         let mut others = [Client::new(&engine, 4096, 1), Client::new(&engine, 16, 800)];
         for _ in 0..100 {
-            engine.step();
-            others.iter_mut().for_each(|client| client.poll(&engine));
+            engine.step_with(&mut others);
         }
         LONGEST.set(0.0);
         let mut worst = 0.0f64;
@@ -136,13 +141,11 @@ fn short_request_waits_at_most_one_chunk() {
             let arrived = engine.step();
             let mut short = engine.submit(50, 1);
             while received(&mut short).0 == 0 {
-                engine.step();
-                others.iter_mut().for_each(|client| client.poll(&engine));
+                engine.step_with(&mut others);
             }
             worst = worst.max(CLOCK.get() - arrived);
             for _ in 0..number * 7 % 40 {
-                engine.step();
-                others.iter_mut().for_each(|client| client.poll(&engine));
+                engine.step_with(&mut others);
             }
         }
         // A streamed model takes seconds even for a short prompt, so the decoding sequence gets its share between
@@ -191,8 +194,7 @@ fn decoding_keeps_half_its_rate() {
         let begun = CLOCK.get();
         let had = answer.tokens;
         while others[0].ended < 30 {
-            engine.step();
-            others.iter_mut().for_each(|client| client.poll(&engine));
+            engine.step_with(&mut others);
             answer.poll(&engine);
         }
         let alone = (CLOCK.get() - begun) / (cost.0 + cost.1);
@@ -235,8 +237,7 @@ fn long_prompt_proceeds_beside_short_ones() {
             let mut long = engine.submit(8192, 1);
             let begun = CLOCK.get();
             while received(&mut long).0 == 0 {
-                engine.step();
-                others.iter_mut().for_each(|client| client.poll(&engine));
+                engine.step_with(&mut others);
             }
             let passes = (8192.0 / 64.0f64).min(8192.0 * cost.1 / 0.2).max(4.0);
             let alone = passes * cost.0 + 8192.0 * cost.1;

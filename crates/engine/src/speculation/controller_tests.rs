@@ -20,6 +20,10 @@ fn union(rows: usize) -> f64 {
     256.0 * (1.0 - (1.0 - 8.0f64 / 256.0).powi(rows as i32)) / 8.0
 }
 
+fn auto(most: usize) -> SpeculationController {
+    SpeculationController::new(DraftPolicy::Auto, most)
+}
+
 /// A simulated machine and draft. The unit of time is a plain step.
 struct World<P, R> {
     /// Time of a pass with the given number of rows, without the draft's time to catch up.
@@ -100,9 +104,7 @@ fn run(
 }
 
 fn mean(cost: impl Fn(usize) -> f64 + Copy, right: impl Fn(usize, usize) -> f64 + Copy) -> (f64, f64) {
-    let runs =
-        (1..=20).map(|seed| run(&mut SpeculationController::new(DraftPolicy::Auto, 15), &mut Dice(seed), cost, right));
-    let runs: Vec<f64> = runs.collect();
+    let runs: Vec<f64> = (1..=20).map(|seed| run(&mut auto(15), &mut Dice(seed), cost, right)).collect();
     (runs.iter().sum::<f64>() / 20.0, runs.iter().copied().fold(0.0, f64::max))
 }
 
@@ -146,7 +148,7 @@ fn adversarial_draft_costs_one_percent_plus_probe() {
             {
                 for (evicts, noisy) in [(0.0, false), (0.5, false), (0.5, true)] {
                     let world = World { pass, right, observe, catch_up, evicts, noisy };
-                    let ran = world.run(&mut SpeculationController::new(DraftPolicy::Auto, 7), &mut Dice(7), most);
+                    let ran = world.run(&mut auto(7), &mut Dice(7), most);
                     let over = (ran.time - ran.worst_probe) / ran.plain;
                     // The bound allows for noise, which is a fraction of 1 % with this number of tokens.
                     let bound = 1.0101 + if evicts > 0.0 { 0.005 } else { 0.0 } + if noisy { 0.005 } else { 0.0 };
@@ -160,7 +162,7 @@ fn adversarial_draft_costs_one_percent_plus_probe() {
 /// Copying hidden rows costs time, so the rows are copied only shortly before a probe.
 #[test]
 fn hidden_rows_are_copied_only_near_probes() {
-    let mut controller = SpeculationController::new(DraftPolicy::Auto, 7);
+    let mut controller = auto(7);
     let mut copied = 0;
     let mut cycles = 0;
     for _ in 0..8000 {
@@ -189,7 +191,7 @@ fn changing_draft_quality_is_tracked() {
 fn speculation_starts_once_the_cache_is_warm() {
     let expensive = |rows: usize| 0.1 + 0.9 * union(rows);
     let cheap = |rows: usize| 1.0 + 0.1 * (rows - 1) as f64;
-    let mut controller = SpeculationController::new(DraftPolicy::Auto, 7);
+    let mut controller = auto(7);
     let mut dice = Dice(3);
     let cold = run(&mut controller, &mut dice, expensive, |_, _| 0.8);
     assert!(cold < 1.02 && controller.state_name() != "speculate", "{cold}");
@@ -202,7 +204,7 @@ fn off_and_force_ignore_measurements() {
     assert_eq!(SpeculationController::new(DraftPolicy::Off, 8).next_rows(), 1);
     assert_eq!(SpeculationController::new(DraftPolicy::Force, 4).next_rows(), 5);
     assert_eq!(SpeculationController::new(DraftPolicy::Force, 99).next_rows(), 16);
-    assert_eq!(SpeculationController::new(DraftPolicy::Auto, 0).next_rows(), 1);
+    assert_eq!(auto(0).next_rows(), 1);
 }
 
 fn near(found: f64, expected: f64) -> bool {
@@ -211,7 +213,7 @@ fn near(found: f64, expected: f64) -> bool {
 
 #[test]
 fn balance_counts_every_second() {
-    let mut controller = SpeculationController::new(DraftPolicy::Auto, 7);
+    let mut controller = auto(7);
     controller.record_prompt(100.0, 1.5);
     assert_eq!(controller.saved, 0.0, "2 % of a prompt is free");
     controller.record_prompt(100.0, 2.5);
@@ -253,41 +255,28 @@ fn balance_counts_every_second() {
     assert!(near(before - controller.saved, 0.5 + 3.0));
     assert_eq!(controller.plain_seconds, Some(1.5));
     (0..6).for_each(|_| controller.record_plain(2.5, 0.0));
-    assert!(
-        near(before - controller.saved, 0.5 + 3.0 + 6.0) && controller.plain_seconds > Some(1.9),
-        "relative to the mean before the cycle"
-    );
+    // Relative to the mean before the cycle.
+    assert!(near(before - controller.saved, 0.5 + 3.0 + 6.0) && controller.plain_seconds > Some(1.9));
     controller.record_plain(2.5, 0.0);
     assert!(near(before - controller.saved, 0.5 + 3.0 + 6.0), "the ninth step does not count");
     assert!(near(controller.budget(0.02), controller.saved + 0.02 * (controller.total + controller.saved)));
-    assert!(
-        near(SpeculationController::new(DraftPolicy::Auto, 7).record_cycle(3, 1, 2.0, 0.0), 0.0),
-        "no plain step to compare with"
-    );
+    assert!(near(auto(7).record_cycle(3, 1, 2.0, 0.0), 0.0), "no plain step to compare with");
 }
 
 #[test]
 fn width_choice_uses_tokens_and_time() {
-    let mut controller = SpeculationController::new(DraftPolicy::Auto, 15);
+    let mut controller = auto(15);
     assert_eq!(controller.best_width(false), None, "no plain step was measured");
     controller.plain_seconds = Some(2.0);
     assert!(near(controller.expected_tokens(1), 1.0) && near(controller.expected_tokens(3), 1.0 + 0.7 + 0.49));
-    assert!(near(controller.estimate_seconds(0).unwrap(), 2.0 + 0.15 * 2.0), "one row more");
+    let estimate = |controller: &SpeculationController, width| controller.estimate_seconds(width).unwrap();
+    assert!(near(estimate(&controller, 0), 2.0 + 0.15 * 2.0), "one row more");
     controller.cycle_seconds[3] = Some(3.0);
     assert_eq!(controller.estimate_seconds(3), Some(3.0));
-    assert!(
-        near(controller.estimate_seconds(5).unwrap(), 3.0 + 0.15 * 2.0 * 3.0),
-        "eight rows are three more than five"
-    );
-    assert!(
-        near(controller.estimate_seconds(1).unwrap(), 2.0 + 2.0 * (3.0 - 2.0) / 4.0),
-        "three rows are half way from one to five"
-    );
+    assert!(near(estimate(&controller, 5), 3.0 + 0.15 * 2.0 * 3.0), "eight rows are three more than five");
+    assert!(near(estimate(&controller, 1), 2.0 + 2.0 * (3.0 - 2.0) / 4.0), "three rows are half way to five");
     controller.cycle_seconds[0] = Some(2.7);
-    assert!(
-        near(controller.estimate_seconds(2).unwrap(), 2.7 + 2.0 * (3.0 - 2.7) / 3.0),
-        "four rows lie between two and five"
-    );
+    assert!(near(estimate(&controller, 2), 2.7 + 2.0 * (3.0 - 2.7) / 3.0), "four rows lie between two and five");
     controller.cycle_seconds[0] = None;
     let gain = controller.expected_tokens(5) * 2.0 / 3.0;
     assert!(controller.best_width(true).is_some_and(|(found, rows)| near(found, gain) && rows == 5));
@@ -296,20 +285,15 @@ fn width_choice_uses_tokens_and_time() {
     assert_eq!(controller.best_width(false).map(|(_, rows)| rows), Some(4));
 
     controller.max_rows = 6;
-    let widths: Vec<usize> = (0..4).map(|_| controller.neighbour_width(5)).collect();
-    assert_eq!(widths, [6, 4, 6, 4]);
-    assert_eq!(
-        [controller.neighbour_width(6), controller.neighbour_width(6), controller.neighbour_width(2)],
-        [6, 5, 3]
-    );
-    assert_eq!(controller.neighbour_width(2), 2, "there is no narrower width");
+    let widths = [5, 5, 5, 5, 6, 6, 2, 2].map(|width| controller.neighbour_width(width));
+    assert_eq!(widths, [6, 4, 6, 4, 6, 5, 3, 2], "there is no width below 2");
 }
 
 /// Expects eight calibration steps, plain steps until token 16, then a probe of three cycles. After that, every 16th
 /// cycle tries a neighbouring width, and eight calibration steps follow the 64th cycle.
 #[test]
 fn controller_states_have_fixed_lengths() {
-    let mut controller = SpeculationController::new(DraftPolicy::Auto, 3);
+    let mut controller = auto(3);
     let mut steps = Vec::new();
     for _ in 0..200 {
         let rows = controller.next_rows();
@@ -341,7 +325,7 @@ fn controller_states_have_fixed_lengths() {
 /// A controller in a probe of two rows, of which `left` cycles are left.
 fn probing(left: u32) -> SpeculationController {
     let state = ControllerState::Probe { left, rows: 2 };
-    SpeculationController { state, plain_seconds: Some(1.0), ..SpeculationController::new(DraftPolicy::Auto, 1) }
+    SpeculationController { state, plain_seconds: Some(1.0), ..auto(1) }
 }
 
 #[test]
@@ -361,24 +345,18 @@ fn hopeless_probe_ends_early() {
     let mut controller = probing(1);
     controller.acceptance[0] = [1.0, 2.0];
     controller.cycle_seconds[0] = Some(2.0);
-    assert_eq!(
-        (controller.best_width(true), controller.next_rows()),
-        (Some((HOPELESS_GAIN, 2)), 2),
-        "not below the threshold"
-    );
+    let choice = (controller.best_width(true), controller.next_rows());
+    assert_eq!(choice, (Some((HOPELESS_GAIN, 2)), 2), "not below the threshold");
     controller.state = ControllerState::Probe { left: 0, rows: 2 };
     controller.acceptance[0] = [1.0, 20.0];
     controller.cycle_seconds[0] = Some(1.0);
-    assert_eq!(
-        (controller.best_width(true), controller.next_rows()),
-        (Some((MIN_START_GAIN, 2)), 1),
-        "not above the threshold"
-    );
+    let choice = (controller.best_width(true), controller.next_rows());
+    assert_eq!(choice, (Some((MIN_START_GAIN, 2)), 1), "not above the threshold");
 }
 
 #[test]
 fn hidden_rows_are_wanted_before_probes() {
-    let mut controller = SpeculationController::new(DraftPolicy::Auto, 7);
+    let mut controller = auto(7);
     assert!(controller.wants_hidden_rows(), "the first probe is near");
     controller.state = ControllerState::Plain;
     controller.total = 100.0;
@@ -392,10 +370,8 @@ fn hidden_rows_are_wanted_before_probes() {
     assert!(!controller.wants_hidden_rows(), "the loss budget is used up");
     controller.state = ControllerState::Speculating { cycles: 3 };
     assert!(controller.wants_hidden_rows());
-    assert!(
-        SpeculationController::new(DraftPolicy::Force, 7).wants_hidden_rows()
-            && !SpeculationController::new(DraftPolicy::Off, 7).wants_hidden_rows()
-    );
+    let wants = |policy| SpeculationController::new(policy, 7).wants_hidden_rows();
+    assert!(wants(DraftPolicy::Force) && !wants(DraftPolicy::Off));
 }
 
 /// A controller after 500 plain tokens in 100 s that wants to probe.
@@ -407,7 +383,7 @@ fn due(saved: f64) -> SpeculationController {
         tokens: 500,
         next_probe: 500,
         saved,
-        ..SpeculationController::new(DraftPolicy::Auto, 1)
+        ..auto(1)
     }
 }
 
@@ -417,17 +393,12 @@ fn probe_waits_for_its_budget() {
         let mut controller = due(saved);
         // A cycle of two rows is estimated at 1.15 s, so two cycles lose 0.3 s. The budget is
         // `0.01 * (100 + saved) + saved`, and each plain step adds 0.01.
-        match wait {
-            Some(wait) => {
-                assert_eq!(
-                    (controller.next_rows(), controller.next_probe, controller.state),
-                    (1, 500 + wait, ControllerState::Plain)
-                );
-            }
-            None => assert_eq!(
-                (controller.next_rows(), controller.state),
-                (2, ControllerState::Probe { left: PROBE_CYCLES, rows: 2 })
-            ),
+        let rows = controller.next_rows();
+        if let Some(wait) = wait {
+            assert_eq!((rows, controller.next_probe), (1, 500 + wait));
+            assert_eq!(controller.state, ControllerState::Plain);
+        } else {
+            assert_eq!((rows, controller.state), (2, ControllerState::Probe { left: PROBE_CYCLES, rows: 2 }));
         }
     }
     let mut controller = due(0.0);

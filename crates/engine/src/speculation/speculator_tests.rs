@@ -85,10 +85,7 @@ fn drafts_do_not_change_the_answer() {
                 assert_eq!(forced.logprobs, plain.logprobs);
                 if margin > 10.0 && sampling.temperature < 1.0 && sampling.frequency_penalty == 0.0 {
                     let Timings { drafted_tokens: drafted, accepted_tokens: accepted, .. } = forced.timings;
-                    assert!(
-                        0 < accepted && accepted < drafted,
-                        "{accepted} of {drafted}: the test needs both outcomes"
-                    );
+                    assert!(0 < accepted && accepted < drafted, "only one outcome: {accepted} of {drafted}");
                 }
             }
         }
