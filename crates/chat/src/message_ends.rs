@@ -39,12 +39,10 @@ pub fn message_ends(tokenizer: &Tokenizer, ids: &[u32]) -> Vec<(usize, Speaker)>
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::path::Path;
 
     #[test]
     fn message_ends_where_the_next_starts() {
-        let dir = Path::new(test_support::ROOT).join("models/demo/moestro-demo");
-        let tokenizer = Tokenizer::load(&dir).unwrap();
+        let tokenizer = Tokenizer::load(&test_support::demo()).unwrap();
         let parts = [
             ("<|im_start|>system\nBe brief.<|im_end|>\n", Speaker::System),
             ("<|im_start|>user\nWhat is 1+2?<|im_end|>\n", Speaker::User),

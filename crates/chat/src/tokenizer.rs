@@ -237,8 +237,8 @@ mod tests {
 
     #[test]
     fn unknown_normalizer_is_refused() {
-        let demo = Path::new(test_support::ROOT).join("models/demo/moestro-demo/tokenizer.json");
-        let mut file: Value = serde_json::from_slice(&std::fs::read(demo).unwrap()).unwrap();
+        let text = std::fs::read(test_support::demo().join("tokenizer.json")).unwrap();
+        let mut file: Value = serde_json::from_slice(&text).unwrap();
         let dir = tempfile::tempdir().unwrap();
         let mut load = |normalizer: Value| {
             file["normalizer"] = normalizer;

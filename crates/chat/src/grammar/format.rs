@@ -97,12 +97,12 @@ mod tests {
         Tokenizer,
         grammar::{CancelFlag, GrammarCompiler},
     };
-    use std::{path::Path, sync::Arc};
+    use std::sync::Arc;
 
     #[test]
     fn wrong_expression_error_has_the_reason() {
-        let dir = Path::new(test_support::ROOT).join("models/demo/moestro-demo");
-        let compiler = GrammarCompiler::new(Arc::new(Tokenizer::load(&dir).unwrap()), &[2040, 2038]);
+        let tokenizer = Arc::new(Tokenizer::load(&test_support::demo()).unwrap());
+        let compiler = GrammarCompiler::new(tokenizer, &[2040, 2038]);
         for (expression, reason) in [
             ("(a", "unclosed group"),
             ("a)", "unopened group"),

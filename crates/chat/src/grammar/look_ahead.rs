@@ -101,7 +101,7 @@ mod tests {
     use super::{super::json_schema::prepare, *};
     use fancy_regex::Regex;
     use serde_json::json;
-    use test_support::split_mix64;
+    use test_support::mutate::Dice;
 
     /// Patterns of Pydantic and zod.
     const PATTERNS: [&str; 12] = [
@@ -121,14 +121,13 @@ mod tests {
 
     #[test]
     fn split_patterns_match_the_same_texts() {
-        let mut seed = 1;
-        let mut below = |end: usize| (split_mix64::next(&mut seed) % end as u64) as usize;
+        let mut dice = Dice(1);
         for pattern in PATTERNS {
             let parts = split(pattern).unwrap();
             let whole = Regex::new(pattern).unwrap();
             let parts: Vec<Regex> = parts.iter().map(|part| Regex::new(part).unwrap()).collect();
             for _ in 0..3000 {
-                let text: String = (0..below(9)).map(|_| b"aaA0.-+@\n(|"[below(11)] as char).collect();
+                let text: String = (0..dice.below(9)).map(|_| *dice.pick(b"aaA0.-+@\n(|") as char).collect();
                 let is_match = parts.iter().all(|part| part.is_match(&text).unwrap());
                 assert_eq!(is_match, whole.is_match(&text).unwrap(), "{pattern} {text:?}");
             }

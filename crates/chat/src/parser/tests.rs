@@ -146,10 +146,8 @@ fn strings_are_streamed() {
 #[test]
 fn consecutive_calls_with_text_are_parsed() {
     let call = "<tool_call>\n<function=f>\n</function>\n</tool_call>";
-    assert_eq!(
-        whole(true, &format!("so</think>\n\n{call}\n{call}\nand then\n")),
-        ["R so", "0 f", "0 {}", "1 f", "1 {}", "C \nand then"]
-    );
+    let text = format!("so</think>\n\n{call}\n{call}\nand then\n");
+    assert_eq!(whole(true, &text), ["R so", "0 f", "0 {}", "1 f", "1 {}", "C \nand then"]);
     let two = "<tool_call>\n<function=f>\n</function>\n<function=g>\n</function>\n</tool_call>";
     assert_eq!(whole(false, two), ["0 f", "0 {}", "1 g", "1 {}"]);
 }
@@ -203,8 +201,7 @@ fn truncated_call_stays_open() {
     ] {
         let actual = cut(false, &format!("{start}{rest}"));
         assert_eq!(actual, ["0 f".to_string(), format!("0 {arguments}")], "{rest:?}");
-        let arguments: Result<Value, _> = serde_json::from_str(arguments);
-        assert!(arguments.is_err());
+        assert!(serde_json::from_str::<Value>(arguments).is_err());
     }
     // A complete call stays complete, and an incomplete tag is dropped.
     assert_eq!(cut(false, &format!("{start}</function>\n</too")), ["0 f", "0 {}"]);
@@ -249,9 +246,11 @@ fn stray_text_in_call_is_content() {
 
 /// Markup in random order.
 fn markup() -> impl Strategy<Value = String> {
-    let word = prop::sample::select(vec![
-        "<think>",
-        "</think>",
+    let short = [
+        "<think>", "</think>", "</param", "</param>", "`", "```\n", "\n", " ", "x", "null", "12", "é", "\"", "<", ">",
+        "\\", "[", "}", ",",
+    ];
+    let long = [
         "<tool_call>",
         "</tool_call>",
         "<function=f>",
@@ -263,37 +262,21 @@ fn markup() -> impl Strategy<Value = String> {
         "<parameter=maybe>",
         "<parameter=",
         "</parameter>",
-        "</param",
-        "</param>",
         "</ function>",
         "</tool_call",
         "<parameter=\"n\">",
         "<parameter name='o'>",
         "<parameter=s\n",
-        "`",
-        "```\n",
-        "\n",
-        " ",
-        "x",
-        "null",
-        "12",
         "{\"a\": 1}",
-        "é",
-        "\"",
-        "<",
-        ">",
-        "\\",
         "<tool_calls>",
         "<|tool_call|>",
         "<invoke name=\"f\">",
         "{\"name\": \"f\", \"arguments\": ",
         "{'name': 'f'}",
-        "[",
-        "}",
-        ",",
         "<tool_call>\n<function=f>\n<parameter=s>\n",
         "\n</parameter>\n</function>\n</tool_call>",
-    ]);
+    ];
+    let word = prop::sample::select([&short[..], &long].concat());
     prop::collection::vec(word, 0..24).prop_map(|words| words.concat())
 }
 

@@ -71,12 +71,12 @@ fn read(dir: &Path, name: &str) -> Result<Value, ChatError> {
 mod tests {
     use crate::Tokenizer;
     use serde_json::{Value, json};
-    use std::{fs, path::Path};
+    use std::fs;
 
     /// A tokenizer whose added tokens are in another file than `tokenizer.json`, with ids that are `shift` too high.
     fn moved(name: &str, shift: u64) -> Tokenizer {
-        let demo = Path::new(test_support::ROOT).join("models/demo/moestro-demo/tokenizer.json");
-        let mut file: Value = serde_json::from_slice(&fs::read(demo).unwrap()).unwrap();
+        let text = fs::read(test_support::demo().join("tokenizer.json")).unwrap();
+        let mut file: Value = serde_json::from_slice(&text).unwrap();
         let tokens = file["added_tokens"].take();
         file["added_tokens"] = json!([]);
         let id = |token: &Value| token["id"].as_u64().unwrap() + shift;
@@ -94,7 +94,7 @@ mod tests {
 
     #[test]
     fn tokens_of_other_files_are_added() {
-        let demo = Tokenizer::load(&Path::new(test_support::ROOT).join("models/demo/moestro-demo")).unwrap();
+        let demo = Tokenizer::load(&test_support::demo()).unwrap();
         let text = "<|im_start|>user\nWhat is 12+7?<|im_end|>\n<think>\n</think><tool_call>";
         let ids = demo.encode(text).unwrap();
         for name in ["tokenizer_config.json", "added_tokens.json"] {

@@ -10,9 +10,8 @@ fn object(keyword: &str, count: usize, part: &Value) -> Value {
 
 /// The error of tools that may be called.
 fn calls_error(count: usize, parameters: &Value) -> Option<FormatError> {
-    let tools = (0..count).map(|i| (i, tool(&format!("f{i}"), parameters))).collect();
-    let tools = Some(AllowedTools { tools, parallel: true });
-    compile(&OutputFormat { content: ContentFormat::Nothing, tools }).err()
+    let tools: Vec<_> = (0..count).map(|i| tool(&format!("f{i}"), parameters)).collect();
+    compile(&call_format(&tools, true)).err()
 }
 
 #[test]

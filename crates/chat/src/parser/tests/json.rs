@@ -1,9 +1,10 @@
 //! Calls as JSON between the tags of a call.
 
 use super::{
-    malformed::{Random, STRINGS, answer},
+    malformed::{STRINGS, answer},
     *,
 };
+use test_support::mutate::Dice;
 
 fn parse(in_reasoning: bool, text: &str) -> Vec<String> {
     streamed(in_reasoning, &tools_f_and_g(), text, false)
@@ -152,9 +153,9 @@ fn truncated_json_call_stays_open() {
 }
 
 /// Writes JSON as models do: as JSON, with line feeds, or as a Python literal.
-fn spelled(random: &mut Random, value: &Value) -> String {
+fn spelled(dice: &mut Dice, value: &Value) -> String {
     let json = value.to_string();
-    match random.below(4) {
+    match dice.below(4) {
         0 => serde_json::to_string_pretty(value).unwrap(),
         1 if !json.contains(['\'', '\\']) => json.replace("\"", "'").replace("true", "True").replace("null", "None"),
         2 => json.replace("}", ",}").replace("{,}", "{}"),
@@ -163,29 +164,29 @@ fn spelled(random: &mut Random, value: &Value) -> String {
 }
 
 /// Writes the JSON of a call.
-fn json_call(random: &mut Random, name: &str, arguments: &Value) -> String {
-    let key = *random.pick(&["arguments", "arguments", "parameters"]);
-    let arguments = if random.below(6) == 0 { arguments.to_string().into() } else { arguments.clone() };
-    let call = match random.below(6) {
+fn json_call(dice: &mut Dice, name: &str, arguments: &Value) -> String {
+    let key = *dice.pick(&["arguments", "arguments", "parameters"]);
+    let arguments = if dice.below(6) == 0 { arguments.to_string().into() } else { arguments.clone() };
+    let call = match dice.below(6) {
         0 => json!({key: arguments, "name": name}),
         1 => json!({"id": "1", "type": "function", "function": {"name": name, key: arguments}}),
         _ => json!({"name": name, key: arguments}),
     };
     // A bracket in a string gets no comma.
     let has_bracket = ["}\"", "f}"].iter().any(|end| call.to_string().contains(end));
-    if has_bracket { call.to_string() } else { spelled(random, &call) }
+    if has_bracket { call.to_string() } else { spelled(dice, &call) }
 }
 
 #[test]
 fn broken_json_calls_have_expected_arguments() {
     for seed in 0..answer_count() {
-        let random = &mut Random::new(seed);
-        let in_reasoning = random.below(4) == 0;
-        let before = *random.pick(&["", "Let me look.\n\n", "It's `ls`:\n\n"]);
+        let dice = &mut Dice(seed);
+        let in_reasoning = dice.below(4) == 0;
+        let before = *dice.pick(&["", "Let me look.\n\n", "It's `ls`:\n\n"]);
         let mut text = before.to_owned();
         let mut expected = Vec::new();
-        for _ in 0..1 + random.below(3) {
-            let (open, close) = *random.pick(&[
+        for _ in 0..1 + dice.below(3) {
+            let (open, close) = *dice.pick(&[
                 ("<tool_call>\n", "\n</tool_call>\n"),
                 ("<tool_call>\n", "\n</tool_call>\n"),
                 ("<tool_call>", "</tool_call>"),
@@ -197,24 +198,24 @@ fn broken_json_calls_have_expected_arguments() {
                 ("<tool_call>\n", "}\n</tool_call>\n"),
             ]);
             let mut calls = Vec::new();
-            for _ in 0..1 + random.below(2) {
-                let name = *random.pick(&["f", "g"]);
+            for _ in 0..1 + dice.below(2) {
+                let name = *dice.pick(&["f", "g"]);
                 let mut arguments = json!({});
-                if random.below(4) > 0 {
-                    arguments["s"] = random.pick(STRINGS).0.into();
+                if dice.below(4) > 0 {
+                    arguments["s"] = dice.pick(STRINGS).0.into();
                 }
-                if random.below(2) == 0 {
-                    arguments["o"] = json!({"a": [1, true, null, {}], "b": random.pick(STRINGS).0});
+                if dice.below(2) == 0 {
+                    arguments["o"] = json!({"a": [1, true, null, {}], "b": dice.pick(STRINGS).0});
                 }
-                calls.push(json_call(random, name, &arguments));
+                calls.push(json_call(dice, name, &arguments));
                 expected.push((name.to_owned(), arguments));
             }
-            let body = match random.below(4) {
+            let body = match dice.below(4) {
                 0 => format!("[{}]", calls.join(", ")),
                 1 => calls.join(",\n"),
                 _ => calls.join("\n"),
             };
-            let body = if close.contains("tool") && !close.starts_with('}') && random.below(6) == 0 {
+            let body = if close.contains("tool") && !close.starts_with('}') && dice.below(6) == 0 {
                 body.strip_suffix(['}', ']']).unwrap_or(&body).to_owned()
             } else {
                 body

@@ -3,23 +3,7 @@
 use super::*;
 use serde_json::Map;
 use std::fmt::Write;
-use test_support::split_mix64;
-
-pub(super) struct Random(u64);
-
-impl Random {
-    pub fn new(seed: u64) -> Self {
-        Self(seed)
-    }
-
-    pub fn below(&mut self, end: usize) -> usize {
-        (split_mix64::next(&mut self.0) % end as u64) as usize
-    }
-
-    pub fn pick<'a, T>(&mut self, items: &'a [T]) -> &'a T {
-        &items[self.below(items.len())]
-    }
-}
+use test_support::mutate::Dice;
 
 /// Values of a string. The flag is true if a value quotes tags outside of quotation marks, so that its end tags are
 /// needed.
@@ -73,33 +57,33 @@ const OTHERS: &[(&str, &str, &str)] = &[
 ];
 
 /// A spelling of a closing tag.
-fn closing(random: &mut Random, tag: &str, misspelt: &[&str], may_be_lost: bool) -> String {
-    match random.below(12) {
+fn closing(dice: &mut Dice, tag: &str, misspelt: &[&str], may_be_lost: bool) -> String {
+    match dice.below(12) {
         0 if may_be_lost => String::new(),
         1 => format!("{tag}\n{tag}"),
-        2 if may_be_lost => random.pick(misspelt).to_string(),
+        2 if may_be_lost => dice.pick(misspelt).to_string(),
         _ => tag.to_owned(),
     }
 }
 
-fn line_feed(random: &mut Random) -> &'static str {
-    if random.below(8) == 0 { "" } else { "\n" }
+fn line_feed(dice: &mut Dice) -> &'static str {
+    if dice.below(8) == 0 { "" } else { "\n" }
 }
 
 /// Writes a parameter. Returns true if the later parameters must be plain ones: after a tag that is lost or repeated, a
 /// second fault could also mean that the value quotes the tags.
 fn write_parameter(
-    random: &mut Random,
+    dice: &mut Dice,
     text: &mut String,
     (name, value): (&str, &str),
     quotes: bool,
     is_plain: bool,
 ) -> bool {
-    let after = if quotes || is_plain || value.contains('\n') || value.is_empty() { "\n" } else { line_feed(random) };
-    let is_repeated = !(quotes || is_plain) && random.below(8) == 0;
+    let after = if quotes || is_plain || value.contains('\n') || value.is_empty() { "\n" } else { line_feed(dice) };
+    let is_repeated = !(quotes || is_plain) && dice.below(8) == 0;
     let (repeated, repeated_end) =
-        *random.pick(&[("", "</parameter>"), ("</parameter>\n", "</parameter>"), ("", "</parameter>\n</parameter>")]);
-    let _ = match random.below(12) {
+        *dice.pick(&[("", "</parameter>"), ("</parameter>\n", "</parameter>"), ("", "</parameter>\n</parameter>")]);
+    let _ = match dice.below(12) {
         _ if is_repeated => write!(text, "<parameter={name}>\n{repeated}<parameter={name}>\n"),
         0 => write!(text, "<parameter=\"{name}\">{after}"),
         1 => write!(text, "<parameter = {name} >{after}"),
@@ -117,7 +101,7 @@ fn write_parameter(
         "</parameter>".into()
     } else {
         closing(
-            random,
+            dice,
             "</parameter>",
             &["</parameter", "</param>", "</parameters>", "</ parameter>", "</parameter/>"],
             !quotes,
@@ -125,9 +109,9 @@ fn write_parameter(
     };
     let lost = close.is_empty();
     let before =
-        if quotes || lost || value.ends_with('\n') || close != "</parameter>" { "\n" } else { line_feed(random) };
+        if quotes || lost || value.ends_with('\n') || close != "</parameter>" { "\n" } else { line_feed(dice) };
     let end = if close.ends_with('>') {
-        line_feed(random)
+        line_feed(dice)
     } else if lost {
         ""
     } else {
@@ -140,16 +124,14 @@ fn write_parameter(
 /// Writes a call and returns its arguments. `is_plain` is true if the closing tags of the call before are lost, and is
 /// set to true if those of this call are.
 fn write_call(
-    random: &mut Random,
+    dice: &mut Dice,
     text: &mut String,
     name: &str,
     is_last: bool,
     is_plain: &mut bool,
 ) -> Map<String, Value> {
-    text.push_str(
-        ["<tool_call>\n", "<tool_call>\n<tool_call>\n", "", "<tool_call>\n", "<tool_call>\n"][random.below(5)],
-    );
-    let _ = match random.below(8) {
+    text.push_str(["<tool_call>\n", "<tool_call>\n<tool_call>\n", "", "<tool_call>\n", "<tool_call>\n"][dice.below(5)]);
+    let _ = match dice.below(8) {
         0 => writeln!(text, "<function=\"{name}\">"),
         1 => write!(text, "<function={name}>\n<function={name}>\n"),
         2 => writeln!(text, "<function={name}"),
@@ -158,44 +140,44 @@ fn write_call(
     let mut arguments = Map::new();
     let mut is_open = *is_plain;
     let mut quoting = false;
-    for _ in 0..random.below(4) {
-        let (parameter, value, json, quotes) = if random.below(2) == 0 {
-            let (value, quotes) = *random.pick(STRINGS);
+    for _ in 0..dice.below(4) {
+        let (parameter, value, json, quotes) = if dice.below(2) == 0 {
+            let (value, quotes) = *dice.pick(STRINGS);
             ("s", value, Value::from(value).to_string(), quotes)
         } else {
-            let (parameter, value, json) = *random.pick(OTHERS);
+            let (parameter, value, json) = *dice.pick(OTHERS);
             (parameter, value, json.to_owned(), false)
         };
         if arguments.contains_key(parameter) || (is_open && quotes) {
             continue;
         }
-        is_open |= write_parameter(random, text, (parameter, value), quotes, is_open);
+        is_open |= write_parameter(dice, text, (parameter, value), quotes, is_open);
         quoting |= quotes;
         arguments.insert(parameter.into(), serde_json::from_str(&json).expect("JSON"));
     }
     let is_filled = arguments.values().next_back().is_some_and(|value| value != "");
     if let Some(parameter) =
-        arguments.keys().next_back().filter(|_| is_filled && !is_open && !quoting && random.below(8) == 0)
+        arguments.keys().next_back().filter(|_| is_filled && !is_open && !quoting && dice.below(8) == 0)
     {
         // The first value counts.
         let _ = write!(text, "<parameter={parameter}>\nagain\n</parameter>\n");
         is_open = true;
     }
-    if is_last && !is_open && !quoting && !arguments.contains_key("n") && random.below(6) == 0 {
-        let tag = random.pick(&["<", "</", "</para", "</parameter", "<param", "</func", "</tool_ca"]);
+    if is_last && !is_open && !quoting && !arguments.contains_key("n") && dice.below(6) == 0 {
+        let tag = dice.pick(&["<", "</", "</para", "</parameter", "<param", "</func", "</tool_ca"]);
         let _ = write!(text, "<parameter=n>\n5\n{tag}");
         arguments.insert("n".into(), 5.into());
         return arguments;
     }
     let functions = &["</func>", "</ function>", "</function", "</functions>", "</function_invocation>"];
-    let end = closing(random, "</function>", functions, !quoting && (!is_open || !is_last) && !arguments.is_empty());
+    let end = closing(dice, "</function>", functions, !quoting && (!is_open || !is_last) && !arguments.is_empty());
     let is_cut = end.is_empty() && is_open;
     let calls = &["</tool_calls>", "</toolcall>", "</tool_call", "</tool call>"];
-    let close = closing(random, "</tool_call>", calls, !(is_cut && is_last));
+    let close = closing(dice, "</tool_call>", calls, !(is_cut && is_last));
     let between = if end.is_empty() {
         ""
     } else if end.ends_with('>') {
-        line_feed(random)
+        line_feed(dice)
     } else {
         "\n"
     };
@@ -228,19 +210,19 @@ fn broken_calls_have_expected_arguments() {
     let tools = tools_f_and_g();
     let mut failures = Vec::new();
     for seed in 0..answer_count() {
-        let random = &mut Random::new(seed);
-        let in_reasoning = random.below(4) == 0;
-        let before = *random.pick(&["", "Let me look.\n\n", "It's `ls`:\n\n"]);
+        let dice = &mut Dice(seed);
+        let in_reasoning = dice.below(4) == 0;
+        let before = *dice.pick(&["", "Let me look.\n\n", "It's `ls`:\n\n"]);
         let mut text = before.to_owned();
         let mut expected = Vec::new();
-        let calls = 1 + random.below(3);
+        let calls = 1 + dice.below(3);
         let mut is_plain = false;
         for call in 0..calls {
             let name = ["f", "g"][call % 2];
-            let arguments = write_call(random, &mut text, name, call + 1 == calls, &mut is_plain);
+            let arguments = write_call(dice, &mut text, name, call + 1 == calls, &mut is_plain);
             expected.push((name.to_owned(), Value::Object(arguments)));
         }
-        if random.below(6) == 0 {
+        if dice.below(6) == 0 {
             text = text.replace('\n', "\r\n");
             for (_, arguments) in &mut expected {
                 if let Some(Value::String(value)) = arguments.get_mut("s") {

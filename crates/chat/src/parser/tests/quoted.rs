@@ -1,7 +1,7 @@
 //! Text about the format of tool calls, which calls nothing.
 
 use super::*;
-use malformed::Random;
+use test_support::mutate::Dice;
 
 /// Texts that quote calls of the tools `f` and `g`.
 const QUOTES: &[&str] = &[
@@ -40,8 +40,8 @@ const BEFORE: &[&str] = &[
 
 const AFTER: &[&str] = &["", "\n", " is a call.\n", "\n\nThat's `it`.", "\n```js\nf()\n```\n"];
 
-fn fenced(random: &mut Random, quote: &str) -> String {
-    let (open, close) = *random.pick(&[
+fn fenced(dice: &mut Dice, quote: &str) -> String {
+    let (open, close) = *dice.pick(&[
         ("```\n", "\n```"),
         ("```xml\n", "\n```"),
         ("~~~\n", "\n~~~"),
@@ -55,8 +55,8 @@ fn fenced(random: &mut Random, quote: &str) -> String {
     format!("\n{open}{quote}{close}\n")
 }
 
-fn inline(random: &mut Random, quote: &str) -> String {
-    let (open, close) = *random.pick(&[("`", "`"), ("``", "``"), ("(`", "`)"), ("`a` and `", "`"), ("`x ", " y`")]);
+fn inline(dice: &mut Dice, quote: &str) -> String {
+    let (open, close) = *dice.pick(&[("`", "`"), ("``", "``"), ("(`", "`)"), ("`a` and `", "`"), ("`x ", " y`")]);
     format!("{open}{quote}{close}")
 }
 
@@ -67,13 +67,13 @@ fn parse(text: &str) -> Vec<String> {
 #[test]
 fn calls_in_markdown_code_are_text() {
     for seed in 0..answer_count() {
-        let random = &mut Random::new(seed);
+        let dice = &mut Dice(seed);
         let mut text = String::new();
-        for _ in 0..1 + random.below(3) {
-            let quote = *random.pick(QUOTES);
-            text.push_str(random.pick::<&str>(BEFORE));
-            text.push_str(&if random.below(2) == 0 { fenced(random, quote) } else { inline(random, quote) });
-            text.push_str(random.pick::<&str>(AFTER));
+        for _ in 0..1 + dice.below(3) {
+            let quote = *dice.pick(QUOTES);
+            text.push_str(dice.pick::<&str>(BEFORE));
+            text.push_str(&if dice.below(2) == 0 { fenced(dice, quote) } else { inline(dice, quote) });
+            text.push_str(dice.pick::<&str>(AFTER));
             text.push('\n');
         }
         assert_eq!(parse(&text), [format!("C {text}")], "seed {seed}");
