@@ -1,14 +1,16 @@
 use super::*;
 
+fn add(sum: &AtomicUsize, number: usize) {
+    sum.fetch_add(number, Ordering::Relaxed);
+}
+
 #[test]
 fn every_task_runs_once() {
     for count in [1, 2, 5] {
         let threads = Threads::new(count);
         for tasks in [0, 1, 2, 3, 1000] {
             let hits: Vec<AtomicUsize> = (0..tasks).map(|_| AtomicUsize::new(0)).collect();
-            threads.run(tasks, &|task| {
-                hits[task].fetch_add(1, Ordering::Relaxed);
-            });
+            threads.run(tasks, &|task| add(&hits[task], 1));
             assert!(hits.iter().all(|hit| hit.load(Ordering::Relaxed) == 1), "{count} threads, {tasks} tasks");
         }
     }
@@ -19,9 +21,7 @@ fn consecutive_jobs_run_with_and_without_pauses() {
     let threads = Threads::new(3);
     let sum = AtomicUsize::new(0);
     for round in 0..2000 {
-        threads.run(7, &|task| {
-            sum.fetch_add(task, Ordering::Relaxed);
-        });
+        threads.run(7, &|task| add(&sum, task));
         if round % 500 == 0 {
             std::thread::sleep(SPIN * 3);
         }
@@ -77,9 +77,7 @@ fn panic_reaches_caller_and_pool_survives() {
         assert!(caught.is_err());
     }
     let sum = AtomicUsize::new(0);
-    threads.run(8, &|task| {
-        sum.fetch_add(task, Ordering::Relaxed);
-    });
+    threads.run(8, &|task| add(&sum, task));
     assert_eq!(sum.into_inner(), 28);
 }
 
@@ -91,11 +89,7 @@ fn nested_and_concurrent_callers_finish() {
         for _ in 0..4 {
             scope.spawn(|| {
                 for _ in 0..200 {
-                    threads.run(3, &|_| {
-                        threads.run(2, &|_| {
-                            sum.fetch_add(1, Ordering::Relaxed);
-                        })
-                    });
+                    threads.run(3, &|_| threads.run(2, &|_| add(&sum, 1)));
                 }
             });
         }
@@ -108,11 +102,7 @@ fn run_split_covers_the_range() {
     let threads = Threads::new(3);
     for (len, min) in [(0, 1), (1, 4), (17, 4), (1000, 1)] {
         let hits: Vec<AtomicUsize> = (0..len).map(|_| AtomicUsize::new(0)).collect();
-        threads.run_split(len, min, &|range| {
-            for index in range {
-                hits[index].fetch_add(1, Ordering::Relaxed);
-            }
-        });
+        threads.run_split(len, min, &|range| range.for_each(|index| add(&hits[index], 1)));
         assert!(hits.iter().all(|hit| hit.load(Ordering::Relaxed) == 1));
     }
 }
