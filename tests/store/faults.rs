@@ -30,26 +30,18 @@ fn byte(at: u64) -> u8 {
 /// A map of experts in one file. The three pieces of each expert are so far apart that they need three reads.
 fn map() -> ExpertMap {
     let piece = |layer: usize, expert: usize, part: usize| {
-        let part = part as u64;
-        let nth = part * (LAYERS * EXPERTS) as u64 + (layer * EXPERTS + expert) as u64;
-        Piece { file: 0, offset: 33 + nth * LEN as u64, len: LEN }
+        let nth = part * LAYERS * EXPERTS + layer * EXPERTS + expert;
+        Piece { file: 0, offset: (33 + nth * LEN) as u64, len: LEN }
     };
     let expert = |layer, expert| {
-        let mut pieces = [Piece::default(); PIECES];
-        for part in 0..3 {
-            pieces[part * 3] = piece(layer, expert, part);
-        }
-        pieces
+        let piece = |at: usize| if at.is_multiple_of(3) { piece(layer, expert, at / 3) } else { Piece::default() };
+        std::array::from_fn::<_, PIECES, _>(piece)
     };
     ExpertMap { layers: (0..LAYERS).map(|l| (0..EXPERTS).map(|e| expert(l, e)).collect()).collect() }
 }
 
 fn size() -> usize {
     33 + 3 * LAYERS * EXPERTS * LEN
-}
-
-fn bytes() -> Vec<u8> {
-    (0..size() as u64).map(byte).collect()
 }
 
 /// Fetches experts and compares every byte with the file.
@@ -106,10 +98,8 @@ impl ExpertSource for FaultySource {
         if faults.unreadable.lock().unwrap().iter().any(|range| range.start < end && offset < range.end) {
             return Err(io::Error::from_raw_os_error(5));
         }
-        let mut len = into.len().min((size() as u64 - offset) as usize);
-        if faults.is_short.load(Ordering::SeqCst) && len > 700 {
-            len = 700;
-        }
+        let most = if faults.is_short.load(Ordering::SeqCst) { 700 } else { usize::MAX };
+        let len = into.len().min((size() as u64 - offset) as usize).min(most);
         for (at, byte_at) in into[..len].iter_mut().zip(offset..) {
             *at = byte(byte_at);
         }
@@ -133,8 +123,8 @@ fn faulty_store(slots: usize) -> (ExpertStore, Arc<DiskFaults>, Arc<Metrics>) {
     let faults = Arc::new(DiskFaults::default());
     let metrics = Metrics::new("0", "cpu");
     let options = Options { prefetch: Prefetch::On, ..Options::new(slots) };
-    let store =
-        ExpertStore::with_source(Box::new(FaultySource(faults.clone())), map(), options, metrics.clone()).unwrap();
+    let source = Box::new(FaultySource(faults.clone()));
+    let store = ExpertStore::with_source(source, map(), options, metrics.clone()).unwrap();
     (store, faults, metrics)
 }
 
@@ -203,7 +193,7 @@ fn interrupted_and_short_reads_are_retried() {
 fn shard(dir: &Path) -> PathBuf {
     let path = dir.join("model.safetensors");
     let mut file = std::fs::File::create(&path).unwrap();
-    file.write_all(&bytes()).unwrap();
+    file.write_all(&(0..size() as u64).map(byte).collect::<Vec<_>>()).unwrap();
     file.sync_all().unwrap();
     path
 }
@@ -270,12 +260,8 @@ fn store_limits_slots_to_experts() {
     for (slots, has) in [(3, 3), (LAYERS * EXPERTS, LAYERS * EXPERTS), (1000, LAYERS * EXPERTS)] {
         assert_eq!(faulty_store(slots).0.slots(), has);
     }
-    let none = ExpertStore::with_source(
-        Box::new(FaultySource(Arc::default())),
-        map(),
-        Options::new(0),
-        Metrics::new("0", "cpu"),
-    );
+    let source = Box::new(FaultySource(Arc::default()));
+    let none = ExpertStore::with_source(source, map(), Options::new(0), Metrics::new("0", "cpu"));
     assert!(none.err().expect("no slot").to_string().contains("no memory for even one expert"));
 }
 

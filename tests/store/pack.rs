@@ -25,11 +25,10 @@ use std::{
 fn checkpoint(root: &Path, name: &str) -> PathBuf {
     let dir = root.join(name);
     fs::create_dir(&dir).unwrap();
-    for name in ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"] {
+    let configs = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"];
+    for name in configs.into_iter().chain(["chat_template.jinja", "model.safetensors"]) {
         fs::write(dir.join(name), demo::file(name).unwrap()).unwrap();
     }
-    fs::write(dir.join("chat_template.jinja"), demo::file("chat_template.jinja").unwrap()).unwrap();
-    fs::write(dir.join("model.safetensors"), demo::file("model.safetensors").unwrap()).unwrap();
     dir
 }
 
@@ -250,8 +249,7 @@ fn logits(dir: &Path, slots: usize) -> (Vec<u32>, i64, bool) {
     let mut state = model.start().unwrap();
     let ids: Vec<u32> = (0..24).map(|id| id * 37 % 500).collect();
     let mut bits = Vec::new();
-    let cuts = [&ids[..16]].into_iter().chain(ids[16..].chunks(1));
-    for cut in cuts {
+    for cut in [&ids[..16]].into_iter().chain(ids[16..].chunks(1)) {
         bits.extend(model.forward(&mut state, cut, Rows::Last).unwrap().data.iter().map(|logit| logit.to_bits()));
     }
     (bits, metrics.pack_damaged_records.get(), model.store().unwrap().is_resident())

@@ -70,6 +70,21 @@ impl Held {
     }
 }
 
+fn pick(model: &mut HashMap<ExpertKey, Held>, n: usize) -> Option<&mut Held> {
+    let mut held: Vec<_> = model.iter_mut().collect();
+    held.sort_unstable_by_key(|(key, _)| **key);
+    let at = n.checked_rem(held.len())?;
+    Some(held.swap_remove(at).1)
+}
+
+/// Puts an expert into a slot that no request uses. Returns the evicted expert.
+fn take(slots: &mut SlotTable, scores: &EvictionScores, key: ExpertKey) -> Option<ExpertKey> {
+    let claim = slots.claim(key, ReadReason::Demand, scores).unwrap();
+    slots.states().set(claim.slot, SlotState::Ready);
+    slots.unpin(claim.slot, SyncPoint::START, scores);
+    claim.evicted
+}
+
 proptest! {
     #[test]
     fn slot_table_matches_the_reference_model(size in 1usize..10, steps in proptest::collection::vec(step(), 1..200)) {
@@ -77,11 +92,6 @@ proptest! {
         let mut scores = EvictionScores::new(1, KEYS);
         let mut model: HashMap<ExpertKey, Held> = HashMap::new();
         let (mut passed, mut present, mut table) = (0, size, Vec::new());
-        let pick = |model: &HashMap<ExpertKey, Held>, n: usize| {
-            let mut keys: Vec<_> = model.keys().copied().collect();
-            keys.sort_unstable();
-            (!keys.is_empty()).then(|| keys[n % keys.len()])
-        };
         for step in steps {
             match step {
                 Step::Select(key) => select(&mut scores, key),
@@ -132,30 +142,26 @@ proptest! {
                     prop_assert_eq!(model.len(), count - shrunk.evicted);
                     present = to;
                 }
-                Step::Land(n) => if let Some(key) = pick(&model, n) {
-                    let held = model.get_mut(&key).expect("picked");
+                Step::Land(n) => if let Some(held) = pick(&mut model, n) {
                     slots.states().set(held.slot, SlotState::Ready);
                     held.state = SlotState::Ready;
                 },
-                Step::Vacate(n) => if let Some(key) = pick(&model, n) {
-                    let held = model.remove(&key).expect("picked");
-                    slots.vacate(held.slot);
-                    slots.vacate(held.slot);
+                Step::Vacate(n) => if let Some(slot) = pick(&mut model, n).map(|held| held.slot) {
+                    model.retain(|_, held| held.slot != slot);
+                    slots.vacate(slot);
+                    slots.vacate(slot);
                 },
-                Step::Pin(n) => if let Some(key) = pick(&model, n) {
-                    let held = model.get_mut(&key).expect("picked");
+                Step::Pin(n) => if let Some(held) = pick(&mut model, n) {
                     slots.pin(held.slot);
                     held.pins += 1;
                 },
-                Step::Unpin(n, late) => if let Some(key) = pick(&model, n) {
-                    let held = model.get_mut(&key).expect("picked");
+                Step::Unpin(n, late) => if let Some(held) = pick(&mut model, n) {
                     let until = if late { passed + 1 } else { passed };
                     slots.unpin(held.slot, SyncPoint(until), &scores);
                     held.pins = held.pins.saturating_sub(1);
                     held.until = held.until.max(until);
                 },
-                Step::Upload(n) => if let Some(key) = pick(&model, n) {
-                    let held = model.get_mut(&key).expect("picked");
+                Step::Upload(n) => if let Some(held) = pick(&mut model, n) {
                     slots.mark_on_device(held.slot);
                     held.is_on_device = true;
                 },
@@ -163,8 +169,7 @@ proptest! {
                     slots.clear_device();
                     model.values_mut().for_each(|held| held.is_on_device = false);
                 }
-                Step::Ask(n) => if let Some(key) = pick(&model, n) {
-                    let held = model.get_mut(&key).expect("picked");
+                Step::Ask(n) => if let Some(held) = pick(&mut model, n) {
                     prop_assert_eq!(slots.take_prefetched(held.slot), held.is_prefetched);
                     held.is_prefetched = false;
                 },
@@ -198,12 +203,8 @@ fn lowest_score_is_evicted_first() {
     assert!(!slots.is_empty() && SlotTable::new(0, 8).is_empty());
     let mut scores = EvictionScores::new(1, 8);
     for key in 0..3u32 {
-        for _ in 0..=key {
-            select(&mut scores, key);
-        }
-        let claim = slots.claim(key, ReadReason::Demand, &scores).unwrap();
-        slots.states().set(claim.slot, SlotState::Ready);
-        slots.unpin(claim.slot, SyncPoint::START, &scores);
+        (0..=key).for_each(|_| select(&mut scores, key));
+        take(&mut slots, &scores, key);
     }
     let lowest = (0..3).min_by(|a, b| scores.score(*a).total_cmp(&scores.score(*b))).unwrap();
     assert_eq!(slots.claim(7, ReadReason::Demand, &scores).unwrap().evicted, Some(lowest));
@@ -213,12 +214,6 @@ fn lowest_score_is_evicted_first() {
 fn newly_unpinned_lower_score_is_evicted_first() {
     let mut slots = SlotTable::new(96, 128);
     let mut scores = EvictionScores::new(1, 128);
-    let take = |slots: &mut SlotTable, scores: &EvictionScores, key| {
-        let claim = slots.claim(key, ReadReason::Demand, scores).unwrap();
-        slots.states().set(claim.slot, SlotState::Ready);
-        slots.unpin(claim.slot, SyncPoint::START, scores);
-        claim.evicted
-    };
     for key in 0..96 {
         (0..2).for_each(|_| select(&mut scores, key));
         take(&mut slots, &scores, key);
