@@ -313,10 +313,8 @@ mod tests {
         let path = here.path().to_str().unwrap();
         assert_eq!(ModelSource::new(None), ModelSource::Demo);
         assert_eq!(ModelSource::new(Some(path)), ModelSource::Directory(path.into()));
-        assert_eq!(
-            ModelSource::new(Some("mlx-community/Qwen3.5-4bit")),
-            ModelSource::Hub("mlx-community/Qwen3.5-4bit".into())
-        );
+        let id = "mlx-community/Qwen3.5-4bit";
+        assert_eq!(ModelSource::new(Some(id)), ModelSource::Hub(id.into()));
         for url in ["https://huggingface.co/org/name", "hf.co/org/name/tree/main", "https://huggingface.co/org/name?x"]
         {
             assert_eq!(ModelSource::new(Some(url)), ModelSource::Hub("org/name".into()), "{url}");

@@ -140,14 +140,8 @@ mod tests {
             r#"{"do_sample": true, "eos_token_id": [5, 3], "temperature": 0.6, "top_k": 20, "top_p": 0.95}"#,
             r#"{"eos_token_id": 5, "text_config": {"eos_token_id": [4]}}"#,
         );
-        let expected = GenerationDefaults {
-            temperature: Some(0.6),
-            top_p: Some(0.95),
-            top_k: Some(20),
-            eos: vec![3, 4, 5],
-            ..GenerationDefaults::default()
-        };
-        assert_eq!(found.unwrap(), expected);
+        let sampled = GenerationDefaults { temperature: Some(0.6), top_p: Some(0.95), ..GenerationDefaults::default() };
+        assert_eq!(found.unwrap(), GenerationDefaults { top_k: Some(20), eos: vec![3, 4, 5], ..sampled });
     }
 
     #[test]
@@ -192,12 +186,7 @@ mod tests {
     #[test]
     fn flags_override_files() {
         let flags = GenerationDefaults { temperature: Some(0.0), min_p: Some(0.1), ..GenerationDefaults::default() };
-        let files = GenerationDefaults {
-            temperature: Some(0.6),
-            top_k: Some(20),
-            eos: vec![5],
-            ..GenerationDefaults::default()
-        };
+        let files = read(r#"{"temperature": 0.6, "top_k": 20, "eos_token_id": 5}"#, "").unwrap();
         let both = flags.or(files);
         assert_eq!((both.temperature, both.top_k, both.min_p, both.eos), (Some(0.0), Some(20), Some(0.1), vec![5]));
     }

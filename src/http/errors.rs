@@ -427,6 +427,7 @@ mod tests {
         assert_eq!(status(EngineError::TimedOut), 504);
         assert_eq!(status(EngineError::Stopped), 500);
         assert_eq!(status(ModelError::ContextFull { context: 8 }.into()), 400);
+        assert_eq!(status(EngineError::Constraint("it is too complex".into())), 400);
     }
 
     #[test]
@@ -437,14 +438,9 @@ mod tests {
 
     #[test]
     fn read_error_names_expert_and_offset() {
-        let read = StoreError::Read {
-            layer: 3,
-            expert: 17,
-            file: PathBuf::from("model-00002.safetensors"),
-            offset: 4096,
-            len: 512,
-            source: io::ErrorKind::UnexpectedEof.into(),
-        };
+        let file = PathBuf::from("model-00002.safetensors");
+        let source = io::ErrorKind::UnexpectedEof.into();
+        let read = StoreError::Read { layer: 3, expert: 17, file, offset: 4096, len: 512, source };
         let error = ApiError::from(EngineError::Model(ModelError::Store(read)));
         let body = error.body();
         let message = body["error"]["message"].as_str().unwrap();
@@ -472,6 +468,7 @@ mod tests {
                 let why = || "why".to_owned();
                 let unreadable = || io::Error::from(io::ErrorKind::UnexpectedEof);
                 let file = |path: &Path| path.to_owned();
+                let (layer, expert, offset, len) = (1, 2, 3, 4);
                 let store = [
                     StoreError::Io { path: file(&path), source: unreadable() },
                     StoreError::NotACheckpoint { path: file(&path), why: why() },
@@ -479,14 +476,7 @@ mod tests {
                     StoreError::Missing { name: "t".into(), dir: file(&path) },
                     StoreError::Mismatch { name: "t".into(), file: file(&path), expected: why(), found: why() },
                     StoreError::Unknown { name: "t".into(), file: file(&path) },
-                    StoreError::Read {
-                        layer: 1,
-                        expert: 2,
-                        file: file(&path),
-                        offset: 3,
-                        len: 4,
-                        source: unreadable(),
-                    },
+                    StoreError::Read { layer, expert, file: file(&path), offset, len, source: unreadable() },
                     StoreError::DemoUnwritable(vec![StoreError::Io { path: file(&path), source: unreadable() }]),
                 ];
                 let mut told: Vec<(String, String)> = Vec::new();
@@ -509,9 +499,8 @@ mod tests {
                 }
             }
         }
-        let of_root = ApiError::from(EngineError::Model(ModelError::Store(StoreError::at(Path::new("/"))(
-            io::ErrorKind::NotFound.into(),
-        ))));
+        let of_root = StoreError::at(Path::new("/"))(io::ErrorKind::NotFound.into());
+        let of_root = ApiError::from(EngineError::Model(ModelError::Store(of_root)));
         assert_eq!(of_root.message, "a directory: entity not found");
     }
 
@@ -529,12 +518,6 @@ mod tests {
         }
         let short = "x".repeat(4000);
         assert!(ApiError::no_such_model(&short, "m").message.contains(&short));
-    }
-
-    #[test]
-    fn failed_constraint_is_a_client_error() {
-        let error = ApiError::from(EngineError::Constraint("it is too complex".into()));
-        assert_eq!(error.status, 400);
     }
 
     #[test]

@@ -52,9 +52,8 @@ fn install_waits_for_the_old_agent() {
     }
     // `bootstrap` exits with 5 until the old process has ended.
     let steps = launchd_steps(ServiceCommand::Install, &["gui/501"]);
-    assert!(
-        matches!(steps.last(), Some(ServiceStep::Retry(words, 5)) if words[1] == "bootstrap" && words[2] == "gui/501")
-    );
+    let Some(ServiceStep::Retry(last, 5)) = steps.last() else { panic!("{steps:?}") };
+    assert_eq!(last[1..3], words(["bootstrap", "gui/501"]));
 }
 
 #[test]
@@ -93,10 +92,8 @@ fn steps_wait_and_retry() {
 
 #[test]
 fn on_demand_launchd_opens_the_port() {
-    let text = written(
-        &service(Some(("127.0.0.1", 5413))).steps(ServiceManager::Launchd, ServiceCommand::Install),
-        "dev.moestro.serve.plist",
-    );
+    let steps = service(Some(("127.0.0.1", 5413))).steps(ServiceManager::Launchd, ServiceCommand::Install);
+    let text = written(&steps, "dev.moestro.serve.plist");
     let list = plist::Value::from_reader_xml(text.as_bytes()).unwrap().into_dictionary().unwrap();
     let socket = list["Sockets"].as_dictionary().unwrap()["Listener"].as_dictionary().unwrap();
     assert_eq!(socket["SockServiceName"].as_string(), Some("5413"));
@@ -142,10 +139,9 @@ fn unconfined_unit_needs_no_user_namespace() {
         for option in ["PrivateUsers", "CapabilityBoundingSet", "ProtectKernelModules", "ProtectKernelLogs"] {
             assert_eq!(unit.contains(option), is_confined, "{option}");
         }
-        assert!(
-            unit.contains("NoNewPrivileges=yes\n") && unit.contains("SystemCallFilter=@system-service\n"),
-            "{unit}"
-        );
+        for option in ["NoNewPrivileges=yes\n", "SystemCallFilter=@system-service\n"] {
+            assert!(unit.contains(option), "{unit}");
+        }
     }
 }
 
@@ -162,12 +158,8 @@ fn special_characters_are_escaped_for_systemd() {
 
 #[test]
 fn uninstall_removes_what_install_wrote() {
-    for (manager, on_demand) in [
-        (ServiceManager::Launchd, None),
-        (ServiceManager::Launchd, Some(("127.0.0.1", 1))),
-        (ServiceManager::Systemd, None),
-        (ServiceManager::Systemd, Some(("127.0.0.1", 1))),
-    ] {
+    let managers = [ServiceManager::Launchd, ServiceManager::Systemd];
+    for (manager, on_demand) in managers.into_iter().flat_map(|of| [(of, None), (of, Some(("127.0.0.1", 1)))]) {
         let service = service(on_demand);
         let removed = service.steps(manager, ServiceCommand::Uninstall);
         for step in service.steps(manager, ServiceCommand::Install) {

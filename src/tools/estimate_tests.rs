@@ -54,10 +54,8 @@ fn check(
         let estimated = estimate(footprint, &bandwidth, HitRates { slots: *slots, cache: *cache }, overhead);
         let error = estimated.tokens_per_second / measured - 1.0;
         println!("{what} {index}: {:.1} for {measured}, {:+.0} %", estimated.tokens_per_second, 100.0 * error);
-        assert!(
-            error.abs() < if index < fitted { MAX_ERROR / 2.0 } else { MAX_ERROR },
-            "{what}, row {index}: off by {error:.2}"
-        );
+        let most = if index < fitted { MAX_ERROR / 2.0 } else { MAX_ERROR };
+        assert!(error.abs() < most, "{what}, row {index}: off by {error:.2}");
     }
 }
 

@@ -374,6 +374,7 @@ fn tool(tool: &Value, index: usize) -> Result<Value, ApiError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use test_support::with;
 
     fn request(body: Value) -> MessagesRequest {
         let common = serde_json::from_value(body.clone()).unwrap();
@@ -509,9 +510,9 @@ mod tests {
     #[test]
     fn output_format_and_effort_are_translated() {
         let ask = |more: Value| {
-            let mut body = json!({"messages": [{"role": "user", "content": "Hi"}]});
-            body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-            request(body).into_generation(false).unwrap()
+            request(with(json!({"messages": [{"role": "user", "content": "Hi"}]}), more))
+                .into_generation(false)
+                .unwrap()
         };
         let format = json!({"type": "json_schema", "schema": {"type": "object"}});
         for body in [json!({"output_config": {"format": format}}), json!({"output_format": format})] {
@@ -525,15 +526,15 @@ mod tests {
     fn invalid_request_error_names_the_field() {
         let messages = json!([{"role": "user", "content": "Hi"}]);
         let search = json!({"type": "tool_search_tool_regex_20251119", "name": "s"});
-        let with = |content: Value| json!({"messages": [{"role": "user", "content": content}]});
+        let user = |content: Value| json!({"messages": [{"role": "user", "content": content}]});
         for (body, param) in [
             (json!({"messages": []}), "messages"),
             (json!({"messages": [{"content": "Hi"}]}), "messages[0].role"),
             (json!({"messages": [{"role": "tool", "content": "Hi"}]}), "messages[0].role"),
-            (with(json!(5)), "messages[0].content"),
-            (with(json!([{"type": "audio", "source": {}}])), "messages[0].content[0]"),
-            (with(json!([{"type": "text"}])), "messages[0].content[0]"),
-            (with(json!([{"type": "tool_result", "content": "x"}])), "messages[0].content[0].tool_use_id"),
+            (user(json!(5)), "messages[0].content"),
+            (user(json!([{"type": "audio", "source": {}}])), "messages[0].content[0]"),
+            (user(json!([{"type": "text"}])), "messages[0].content[0]"),
+            (user(json!([{"type": "tool_result", "content": "x"}])), "messages[0].content[0].tool_use_id"),
             (json!({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}), "messages[0].content[0]"),
             (json!({"messages": [{"role": "assistant", "content": "I"}], "thinking": {"type": "enabled"}}), "thinking"),
             (json!({"messages": messages, "system": 5}), "system"),

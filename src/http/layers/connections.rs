@@ -338,11 +338,7 @@ mod tests {
 
     #[tokio::test]
     async fn accepted_socket_probes_its_client() {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let connect = TcpStream::connect(listener.local_addr().unwrap());
-        let (client, accepted) = tokio::join!(connect, listener.accept());
-        let _client = client.unwrap();
-        let (stream, _) = accepted.unwrap();
+        let (_client, stream) = pair(&TcpListener::bind("127.0.0.1:0").await.unwrap()).await;
         assert!(!SockRef::from(&stream).keepalive().unwrap());
         set_options(&stream).unwrap();
         assert!(SockRef::from(&stream).keepalive().unwrap());

@@ -185,28 +185,14 @@ mod tests {
     #[test]
     fn loopback_server_allows_local_hosts_only() {
         let rules = policy([127, 0, 0, 1], &["box.lan"], None, true);
-        for host in ["localhost", "LOCALHOST:5413", "127.0.0.1", "127.1.2.3:80", "[::1]", "[::1]:5413", "box.lan:1"] {
+        let own = ["localhost", "LOCALHOST:5413", "127.0.0.1", "127.1.2.3:80", "[::1]", "[::1]:5413", "box.lan:1"];
+        let private =
+            ["192.168.0.1:5413", "[fd00::2]", "studio.local", "Studio.LOCAL:5413", "host.docker.internal:5413"];
+        for host in own.iter().chain(&private).chain(&["moestro:5413", "llm_backend", "GPU-1"]) {
             assert_eq!(refusal(&rules, host, None), None, "{host}");
         }
-        for host in ["192.168.0.1:5413", "[fd00::2]", "studio.local", "Studio.LOCAL:5413", "host.docker.internal:5413"]
-        {
-            assert_eq!(refusal(&rules, host, None), None, "{host}");
-        }
-        for host in ["moestro:5413", "llm_backend", "GPU-1"] {
-            assert_eq!(refusal(&rules, host, None), None, "{host}");
-        }
-        for host in [
-            "evil.com",
-            "evil.",
-            "a b",
-            "localhost.evil.com",
-            "127.0.0.1.evil.com:80",
-            "local.evil.com",
-            "",
-            "[",
-            "[::1",
-            "::1",
-        ] {
+        let foreign = ["evil.com", "evil.", "localhost.evil.com", "127.0.0.1.evil.com:80", "local.evil.com"];
+        for host in foreign.iter().chain(&["a b", "", "[", "[::1", "::1"]) {
             assert!(refusal(&rules, host, None).is_some(), "{host}");
         }
     }

@@ -271,16 +271,11 @@ mod tests {
 
     #[test]
     fn zero_keep_alive_unloads() {
-        for (keep_alive, unloads) in [
-            (json!(0), true),
-            (json!("0"), true),
-            (json!("0s"), true),
-            (json!("5m"), false),
-            (json!(-1), false),
-            (Value::Null, false),
-        ] {
+        let unloads = |keep_alive: Value| {
             let common: OllamaCommon = serde_json::from_value(json!({"model": "m", "keep_alive": keep_alive})).unwrap();
-            assert_eq!(common.unloads(), unloads, "{keep_alive}");
-        }
+            common.unloads()
+        };
+        assert_eq!([json!(0), json!("0"), json!("0s")].map(unloads), [true; 3]);
+        assert_eq!([json!("5m"), json!(-1), Value::Null].map(unloads), [false; 3]);
     }
 }

@@ -239,10 +239,8 @@ mod tests {
     #[test]
     fn type_error_names_the_field() {
         assert_eq!(error::<CommonFields>(r#"{"temperature": "hot"}"#)["param"], "temperature");
-        assert_eq!(
-            error::<CommonFields>(r#"{"stream_options": {"include_usage": 3}}"#)["param"],
-            "stream_options.include_usage"
-        );
+        let wrong = error::<CommonFields>(r#"{"stream_options": {"include_usage": 3}}"#);
+        assert_eq!(wrong["param"], "stream_options.include_usage");
         assert_eq!(error::<ChatRequest>("{}")["param"], "messages");
         assert_eq!(error::<CompletionRequest>(r#"{"prompt": [1, "a"]}"#)["param"], "prompt");
     }
@@ -260,10 +258,8 @@ mod tests {
         ] {
             assert_eq!(error::<CommonFields>(body)["message"], words);
         }
-        assert_eq!(
-            error::<ChatRequest>(r#"{"messages": {"role": "user"}}"#)["message"],
-            "messages: invalid type: object, expected an array"
-        );
+        let wrong = error::<ChatRequest>(r#"{"messages": {"role": "user"}}"#);
+        assert_eq!(wrong["message"], "messages: invalid type: object, expected an array");
     }
 
     #[test]

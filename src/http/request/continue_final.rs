@@ -112,13 +112,8 @@ mod tests {
             assert!(EndMarker::insert(&mut messages::read(vec![message]).unwrap()).is_err());
         }
         assert!(EndMarker::insert::<()>(&mut []).is_err());
-        let requested = |continues, opens| {
-            is_requested(&ChatRequest {
-                continue_final_message: continues,
-                add_generation_prompt: opens,
-                ..Default::default()
-            })
-            .ok()
+        let requested = |continue_final_message, add_generation_prompt| {
+            is_requested(&ChatRequest { continue_final_message, add_generation_prompt, ..Default::default() }).ok()
         };
         assert_eq!(requested(None, None), Some(false));
         assert_eq!(requested(Some(true), Some(false)), Some(true));

@@ -264,17 +264,14 @@ mod tests {
 
     #[test]
     fn thinking_parts_become_reasoning() {
-        let text = json!({"type": "text", "text": "a"});
+        let text_part = |text: &str| json!({"type": "text", "text": text});
         for (part, reasoning) in [
             (json!({"type": "thinking", "thinking": "hm", "signature": "s"}), json!("hm")),
-            (
-                json!({"type": "thinking", "thinking": [{"type": "text", "text": "h"}, {"type": "text", "text": "m"}]}),
-                json!("hm"),
-            ),
+            (json!({"type": "thinking", "thinking": [text_part("h"), text_part("m")]}), json!("hm")),
             (json!({"type": "reasoning", "text": "hm"}), json!("hm")),
             (json!({"type": "redacted_thinking", "data": "x"}), Value::Null),
         ] {
-            let read = checked(vec![json!({"role": "assistant", "content": [part, text]})]);
+            let read = checked(vec![json!({"role": "assistant", "content": [part, text_part("a")]})]);
             assert_eq!((&read[1]["content"], &read[1]["reasoning_content"]), (&json!("a"), &reasoning), "{part}");
         }
     }

@@ -221,7 +221,6 @@ mod tests {
     use super::*;
     use crate::http::request::messages;
     use serde_json::json;
-    use std::path::Path;
 
     const START_OF_ANSWER: &str = "<|im_start|>assistant\n<think>\n";
 
@@ -232,7 +231,7 @@ mod tests {
 
     /// The prompt of a conversation with the demo's template.
     fn prompt(messages: &[Value], tools: &[Value]) -> String {
-        let template = Template::load(&Path::new(env!("CARGO_MANIFEST_DIR")).join("models/demo/moestro-demo")).unwrap();
+        let template = Template::load(&test_support::demo()).unwrap();
         let messages = messages::read(messages.to_vec()).unwrap();
         let mut chat = ChatPrompt::new(messages, false, tools.to_vec(), tools::chat_path).unwrap();
         let messages = mem::take(&mut chat.messages);

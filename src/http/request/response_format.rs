@@ -285,14 +285,10 @@ mod tests {
     use super::*;
     use crate::http::request::tools::chat_path;
     use serde_json::json;
-
-    fn request(mut fields: Value) -> ChatRequest {
-        fields["messages"] = json!([]);
-        serde_json::from_value(fields).unwrap()
-    }
+    use test_support::with;
 
     fn requested_format(fields: Value) -> Result<Option<OutputFormat>, ApiError> {
-        let request = request(fields);
+        let request: ChatRequest = serde_json::from_value(with(fields, json!({"messages": []}))).unwrap();
         let content = requested(&request)?;
         let tools = request.tools.unwrap_or_default();
         let choice = ToolChoice::parse(request.tool_choice.as_ref(), &tools)?;
@@ -318,9 +314,7 @@ mod tests {
 
     /// A request with three tools and with the fields in `more`.
     fn with_tools(more: Value) -> Value {
-        let mut fields = json!({"tools": [tool("f"), tool("g"), tool("h")]});
-        fields.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-        fields
+        with(json!({"tools": [tool("f"), tool("g"), tool("h")]}), more)
     }
 
     /// Names of the tools that a format allows.
@@ -332,16 +326,10 @@ mod tests {
     #[test]
     fn every_schema_field_sets_the_format() {
         let schema = json!({"type": "object", "properties": {"a": {"type": "integer"}}});
+        let named = |inner: Value| json!({"response_format": {"type": "json_schema", "json_schema": inner}});
         for (fields, strict) in [
-            (
-                json!({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}),
-                false,
-            ),
-            (
-                json!({"response_format":
-                    {"type": "json_schema", "json_schema": {"name": "x", "strict": true, "schema": schema}}}),
-                true,
-            ),
+            (named(json!({"name": "x", "schema": schema})), false),
+            (named(json!({"name": "x", "schema": schema, "strict": true})), true),
             (json!({"response_format": {"type": "json_object", "schema": schema}}), true),
             (json!({"guided_json": schema}), true),
             (json!({"guided_json": schema.to_string()}), true),
@@ -395,6 +383,7 @@ mod tests {
 
     #[test]
     fn invalid_format_error_names_the_field() {
+        let none = json!({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}});
         for (fields, param) in [
             (json!({"tool_choice": "required"}), "tool_choice"),
             (with_tools(json!({"tool_choice": "sometimes"})), "tool_choice"),
@@ -402,12 +391,7 @@ mod tests {
             (with_tools(json!({"tool_choice": {"type": "function"}})), "tool_choice.function.name"),
             (with_tools(json!({"tool_choice": {"type": "custom"}})), "tool_choice.type"),
             (with_tools(json!({"tool_choice": 5})), "tool_choice"),
-            (
-                with_tools(
-                    json!({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}}),
-                ),
-                "tool_choice.allowed_tools.tools",
-            ),
+            (with_tools(json!({"tool_choice": none})), "tool_choice.allowed_tools.tools"),
             (json!({"response_format": {"type": "xml"}}), "response_format.type"),
             (json!({"response_format": {"type": "json_schema"}}), "response_format.json_schema"),
             (

@@ -351,8 +351,7 @@ mod tests {
     use moestro_base::metrics::Metrics;
 
     fn request(more: Value) -> ResponsesRequest {
-        let mut body = json!({"input": "Hi"});
-        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        let body = test_support::with(json!({"input": "Hi"}), more);
         let common = serde_json::from_value(body.clone()).unwrap();
         ResponsesRequest { common, ..serde_json::from_value(body).unwrap() }
     }
@@ -369,10 +368,8 @@ mod tests {
 
     /// The conversation that these fields are translated into.
     fn chat(more: Value) -> ChatPrompt {
-        match generation(more).unwrap().prompt {
-            PromptInput::Chat(chat) => chat,
-            PromptInput::Text(_) => panic!("a chat"),
-        }
+        let PromptInput::Chat(chat) = generation(more).unwrap().prompt else { panic!("a chat") };
+        chat
     }
 
     #[test]

@@ -212,11 +212,8 @@ mod tests {
         let all = |_| Ok(());
         assert_eq!(store.history("b", all).unwrap().unwrap(), expected);
         let refused = store.history("b", |bytes| Err(ApiError::too_large(bytes))).unwrap_err();
-        assert_eq!(
-            refused.message(),
-            ApiError::too_large(memory::rendering_bytes(&expected)).message(),
-            "all items are counted"
-        );
+        let all_items = ApiError::too_large(memory::rendering_bytes(&expected));
+        assert_eq!(refused.message(), all_items.message());
         assert_eq!(store.item("item-a"), Some(json!({"id": "item-a"})));
         assert!(store.remove("a") && !store.remove("a"));
         assert_eq!(store.history("b", all).unwrap(), None);
@@ -254,14 +251,20 @@ mod tests {
         assert_eq!(counted(), 0);
     }
 
-    #[test]
-    fn responses_are_evicted_for_requests() {
+    /// A store with the responses 0 to 3, each of which takes a twentieth of the memory.
+    fn filled_store() -> (Arc<RequestMemory>, Arc<ResponseStore>, usize) {
         let memory = RequestMemory::new(&Metrics::new("0", "cpu"));
         let store = ResponseStore::within(memory.clone());
         let total = memory.total();
         for id in 0..4 {
             store.insert(None, vec!["x".repeat(total / 20).into()], &response(&id.to_string()));
         }
+        (memory, store, total)
+    }
+
+    #[test]
+    fn responses_are_evicted_for_requests() {
+        let (memory, store, total) = filled_store();
         assert!(store.get("0").is_some());
         let mut one = memory.permit();
         let mut other = memory.permit();
@@ -272,12 +275,7 @@ mod tests {
 
     #[test]
     fn history_evicts_other_responses_for_its_copy() {
-        let memory = RequestMemory::new(&Metrics::new("0", "cpu"));
-        let store = ResponseStore::within(memory.clone());
-        let total = memory.total();
-        for id in 0..4 {
-            store.insert(None, vec!["x".repeat(total / 20).into()], &response(&id.to_string()));
-        }
+        let (memory, store, total) = filled_store();
         let mut other = memory.permit();
         let mut own = memory.permit();
         other.resize(total / 2).unwrap();
