@@ -22,7 +22,7 @@ mod string_formats;
 mod tool_calls;
 
 pub use constraint::{NextTokens, TokenConstraint};
-pub use format::{AllowedTools, ContentFormat, FormatError, OutputFormat, any_object};
+pub use format::{AllowedTools, ContentFormat, ExactCalls, FormatError, OutputFormat, any_object};
 
 use super::Tokenizer;
 use constraint::MarkupTokens;
@@ -142,7 +142,10 @@ impl GrammarCompiler {
         let grammars = match (&format.tools, content.clone()) {
             (None, None) => return Err(FormatError::new("", "There is no tool to call.")),
             (None, Some(content)) => vec![content],
-            (Some(tools), content) => self.with_calls(tools, content, cancel)?,
+            (Some(tools), content) => {
+                let is_text = format.content == ContentFormat::Text;
+                self.with_calls(tools, content.map(|content| (content, is_text)), cancel)?
+            }
         };
         self.build(grammars, cancel).map_err(|reason| {
             if cancel.is_set() {
@@ -171,17 +174,22 @@ impl GrammarCompiler {
         Some(FormatError { tool: Some(tool.0), ..FormatError::new("", reason) })
     }
 
-    /// The grammar of an answer that is either `content` or tool calls. If `content` is `None`, only calls are allowed.
+    /// The grammar of an answer that is either `content` or tool calls, or calls after content if the flag beside it is
+    /// true: text has no token of a call. If `content` is `None`, only calls are allowed.
     fn with_calls(
         &self,
         tools: &AllowedTools,
-        content: Option<GrammarWithLexer>,
+        content: Option<(GrammarWithLexer, bool)>,
         cancel: &CancelFlag,
     ) -> Result<Vec<GrammarWithLexer>, FormatError> {
         let calls = tool_calls::write(tools, self.markup.call.is_some(), cancel)?;
-        let start = if content.is_some() { "start: @content | calls" } else { "start: calls" };
+        let start = match content {
+            Some((_, true)) if self.markup.call.is_some() => "start: @content calls?",
+            Some(_) => "start: @content | calls",
+            None => "start: calls",
+        };
         let mut grammars = vec![GrammarWithLexer::from_lark(format!("{start}\n{}", calls.lark))];
-        grammars.extend(content.map(|content| GrammarWithLexer { name: Some("content".into()), ..content }));
+        grammars.extend(content.map(|(content, _)| GrammarWithLexer { name: Some("content".into()), ..content }));
         grammars.extend(calls.values);
         Ok(grammars)
     }

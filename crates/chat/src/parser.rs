@@ -54,6 +54,7 @@ mod start;
 mod tags;
 mod value;
 
+use crate::grammar::ExactCalls;
 use argument::{PendingArgument, PendingCall, call_id};
 use declared::Tools;
 pub use delta::Delta;
@@ -87,8 +88,8 @@ pub struct Parser {
     reasoning_ended_by_call: bool,
     /// Number of tool calls so far.
     calls: usize,
-    /// True if a grammar constrains the calls that start with `<tool_call>`.
-    calls_are_exact: bool,
+    /// The calls that start with `<tool_call>` and that a grammar constrains.
+    exact_calls: ExactCalls,
     out: Vec<Delta>,
 }
 
@@ -144,15 +145,15 @@ impl Parser {
             spans: Vec::new(),
             reasoning_ended_by_call: false,
             calls: 0,
-            calls_are_exact: false,
+            exact_calls: ExactCalls::default(),
             out: Vec::new(),
         }
     }
 
     /// Reads calls exactly as [`GrammarCompiler`](crate::grammar::GrammarCompiler) constrains them.
     #[must_use]
-    pub fn with_exact_calls(mut self) -> Self {
-        self.calls_are_exact = true;
+    pub fn with_exact_calls(mut self, exact_calls: ExactCalls) -> Self {
+        self.exact_calls = exact_calls;
         self
     }
 
@@ -213,6 +214,9 @@ impl Parser {
             _ if length == 0 => return,
             Some(span) if span.end == start => span.end += length,
             _ => self.spans.push(start..start + length),
+        }
+        if self.exact_calls == ExactCalls::WithoutContent {
+            self.exact_calls = ExactCalls::None;
         }
         self.emit(Delta::Content(text));
     }
@@ -354,7 +358,8 @@ impl Parser {
     fn open_call(&mut self, end: InputEnd) -> StepResult {
         self.prose = Prose::default();
         self.skip_space();
-        let is_exact = self.calls_are_exact && self.rest().starts_with("<tool_call>\n<function=");
+        let is_constrained = self.exact_calls != ExactCalls::None;
+        let is_exact = is_constrained && self.rest().starts_with("<tool_call>\n<function=");
         let after = after_tool_calls(self.rest()).unwrap_or_default().len();
         self.at = self.buffer.len() - after;
         match tag_at(self.rest()) {

@@ -14,7 +14,7 @@ use crate::http::{
     },
     request::boundaries,
 };
-use moestro_chat::parser::Parser;
+use moestro_chat::{grammar::ExactCalls, parser::Parser};
 use moestro_engine::{Request, error::EngineError};
 use serde_json::Value;
 use std::{
@@ -31,15 +31,14 @@ pub struct ChatParams {
     pub tools: Vec<Value>,
     /// True if the prompt ends inside the reasoning.
     pub in_reasoning: bool,
-    /// True if a grammar constrains the calls.
-    pub calls_are_exact: bool,
+    /// The calls that a grammar constrains.
+    pub exact_calls: ExactCalls,
     pub parallel_tool_calls: bool,
 }
 
 impl ChatParams {
     fn parser(&self) -> Parser {
-        let parser = Parser::new(self.in_reasoning, &self.tools);
-        if self.calls_are_exact { parser.with_exact_calls() } else { parser }
+        Parser::new(self.in_reasoning, &self.tools).with_exact_calls(self.exact_calls)
     }
 }
 

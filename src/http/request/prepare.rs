@@ -6,9 +6,11 @@ use crate::http::{
     models::LoadedModel,
     output::{ChatParams, Choices},
     request::{
-        ChatPrompt, EncodedChat, GenerationRequest, ImageUrls, PromptInput, response_format, sampling_params as params,
+        ChatPrompt, EncodedChat, GenerationRequest, ImageUrls, PromptInput, RequestedFormat, response_format,
+        sampling_params as params,
     },
 };
+use moestro_chat::grammar::ExactCalls;
 use moestro_engine::{CacheSalt, Request};
 use std::{collections::VecDeque, mem, sync::Arc};
 
@@ -61,8 +63,9 @@ impl GenerationRequest {
                 }
                 images = placed;
                 // Without this token, a text may have a call that no grammar constrains.
-                let calls_are_exact = call.is_some() && self.format.as_ref().is_some_and(|format| format.has_calls());
-                (param, vec![ids], Some(ChatParams { tools, in_reasoning, calls_are_exact, parallel_tool_calls }))
+                let format = call.and(self.format.as_ref());
+                let exact_calls = format.map_or(ExactCalls::None, RequestedFormat::exact_calls);
+                (param, vec![ids], Some(ChatParams { tools, in_reasoning, exact_calls, parallel_tool_calls }))
             }
         };
         let (tools, in_reasoning) = chat.as_ref().map_or((&[][..], false), |chat| (&*chat.tools, chat.in_reasoning));

@@ -12,8 +12,8 @@ use crate::http::{
     },
 };
 use moestro_chat::grammar::{
-    AllowedTools, CancelFlag, ContentFormat, FormatError, GrammarCompiler, NextTokens, OutputFormat, TokenConstraint,
-    any_object,
+    AllowedTools, CancelFlag, ContentFormat, ExactCalls, FormatError, GrammarCompiler, NextTokens, OutputFormat,
+    TokenConstraint, any_object,
 };
 use moestro_engine::{Constraint, TokenMask};
 use serde_json::Value;
@@ -65,9 +65,9 @@ impl RequestedFormat {
         Some(Self { format: OutputFormat { content, tools }, field, tool_path })
     }
 
-    /// True if calls of tools are constrained.
-    pub fn has_calls(&self) -> bool {
-        self.format.tools.is_some()
+    /// The calls of tools that are constrained.
+    pub fn exact_calls(&self) -> ExactCalls {
+        self.format.exact_calls()
     }
 }
 

@@ -10,7 +10,28 @@ pub struct OutputFormat {
     pub tools: Option<AllowedTools>,
 }
 
-/// The format of an answer that calls no tool.
+impl OutputFormat {
+    /// The calls that this format constrains, if `<tool_call>` is one token.
+    pub fn exact_calls(&self) -> ExactCalls {
+        match (&self.tools, &self.content) {
+            (None, _) => ExactCalls::None,
+            (Some(_), ContentFormat::Text) => ExactCalls::All,
+            (Some(_), _) => ExactCalls::WithoutContent,
+        }
+    }
+}
+
+/// Which calls of an answer a grammar constrains.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum ExactCalls {
+    #[default]
+    None,
+    /// Those of an answer without content. Content in a client's format may look like a call.
+    WithoutContent,
+    All,
+}
+
+/// The format of an answer's content.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub enum ContentFormat {
     #[default]

@@ -9,7 +9,10 @@ use test_support::random_cases::seeds;
 
 const SCHEMAS: u64 = 400;
 const WALKS: u64 = 3;
+const CALL: u32 = 256;
 const EOS: u32 = 258;
+/// Content before a call.
+const CONTENT: &str = "It's `</param>`:";
 
 /// The compiler for a vocabulary of all bytes.
 static BYTES: LazyLock<GrammarCompiler> = LazyLock::new(|| {
@@ -84,9 +87,15 @@ const TRAPS: [&str; 30] = [
     "\n<function_calls><",
 ];
 
-/// The text of a call. Each step takes a byte that continues a trap, or a byte that ends the value, or any byte.
-fn random_call(mut constraint: TokenConstraint, random: &mut Random) -> String {
-    let mut text: Vec<u8> = Vec::new();
+/// The text of a call after `content`. Each step takes a byte that continues a trap, or a byte that ends the value, or any
+/// byte.
+fn random_call(mut constraint: TokenConstraint, content: &str, random: &mut Random) -> String {
+    let mut text: Vec<u8> = content.into();
+    if !content.is_empty() {
+        content.bytes().for_each(|byte| constraint.accept(byte.into()).unwrap());
+        constraint.accept(CALL).unwrap();
+        text.extend(BYTES.tokenizer.token_bytes(CALL));
+    }
     let mut trap: &[u8] = b"";
     loop {
         let NextTokens::Only(mask) = constraint.allowed().unwrap() else { panic!("nothing is constrained") };
@@ -413,24 +422,30 @@ impl Writer {
     }
 }
 
-/// Compiles a forced call of a strict tool and returns arguments of random calls.
-fn forced_arguments(seed: u64, parameters: &Value) -> Result<Vec<(String, Value)>, FormatError> {
+/// Compiles the call of a strict tool, forced or after content, and returns arguments of random calls.
+fn call_arguments(seed: u64, parameters: &Value) -> Result<Vec<(String, Value)>, FormatError> {
     let tools = [json!({"type": "function", "function": {"name": "f", "strict": true, "parameters": parameters}})];
     let allowed = AllowedTools { tools: tools.iter().cloned().enumerate().collect(), parallel: false };
-    let format = OutputFormat { content: ContentFormat::Nothing, tools: Some(allowed) };
+    let is_forced = seed.is_multiple_of(2);
+    let content = if is_forced { ContentFormat::Nothing } else { ContentFormat::Text };
+    let content_text = if is_forced { "" } else { CONTENT };
+    let format = OutputFormat { content, tools: Some(allowed) };
     let constraint = BYTES.compile(&CancelFlag::default(), &format, false, None)?;
     let mut random = Random(seed);
-    let walk = |_| {
-        let text = random_call(constraint.clone(), &mut random);
+    let walk = |walk: u64| {
+        let before = if is_forced { String::new() } else { CONTENT.to_owned() + ["", "\n\n"][walk as usize % 2] };
+        let text = random_call(constraint.clone(), &before, &mut random);
         let read = |pieces: &mut dyn Iterator<Item = &str>| {
-            let mut parser = Parser::new(false, &tools).with_exact_calls();
+            let mut parser = Parser::new(false, &tools).with_exact_calls(format.exact_calls());
             let mut deltas: Vec<Delta> = pieces.flat_map(|piece| parser.push(piece)).collect();
             deltas.extend(parser.finish(false));
             let mut arguments = String::new();
+            let mut content = String::new();
             for delta in deltas {
                 match delta {
-                    Delta::ToolCall { index: 0, .. } => {}
+                    Delta::ToolCall { index: 0, .. } => assert_eq!(content, content_text, "{text:?}"),
                     Delta::Arguments { json, .. } => arguments += &json,
+                    Delta::Content(text) => content += &text,
                     other => panic!("{parameters}: {other:?} in {text:?}"),
                 }
             }
@@ -461,7 +476,7 @@ fn check_forced_calls(seeds: Range<u64>) {
     let mut compiled = 0;
     for seed in seeds {
         let parameters = Writer::parameters(seed);
-        match forced_arguments(seed, &parameters) {
+        match call_arguments(seed, &parameters) {
             Ok(answers) => {
                 compiled += 1;
                 for (text, value) in answers {

@@ -26,13 +26,7 @@ fn answer_count() -> u64 {
 }
 
 /// Deltas of some pieces as text. Deltas of the same kind are joined. Ids are checked and left out.
-fn pieces<'a>(
-    in_reasoning: bool,
-    tools: &[Value],
-    pieces: impl IntoIterator<Item = &'a str>,
-    cut: bool,
-) -> Vec<String> {
-    let mut parser = Parser::new(in_reasoning, tools);
+fn pieces<'a>(mut parser: Parser, pieces: impl IntoIterator<Item = &'a str>, cut: bool) -> Vec<String> {
     let mut text = String::new();
     let mut deltas = Vec::new();
     for piece in pieces {
@@ -75,9 +69,19 @@ fn ended(in_reasoning: bool, text: &str, cut: bool) -> Vec<String> {
 
 /// The deltas of an answer, which are the same for the whole text and character by character.
 fn streamed(in_reasoning: bool, tools: &[Value], text: &str, cut: bool) -> Vec<String> {
-    let whole = pieces(in_reasoning, tools, [text], cut);
+    let parser = || Parser::new(in_reasoning, tools);
+    let whole = pieces(parser(), [text], cut);
     let single: Vec<String> = text.chars().map(String::from).collect();
-    assert_eq!(pieces(in_reasoning, tools, single.iter().map(String::as_str), cut), whole, "by character: {text:?}");
+    let single = || single.iter().map(String::as_str);
+    assert_eq!(pieces(parser(), single(), cut), whole, "by character: {text:?}");
+    // Content before a call shows that no grammar constrains the call.
+    if whole.iter().find(|delta| !delta.starts_with("R ")).is_some_and(|delta| delta.starts_with("C ")) {
+        assert_eq!(
+            pieces(parser().with_exact_calls(ExactCalls::WithoutContent), single(), cut),
+            whole,
+            "after content: {text:?}"
+        );
+    }
     whole
 }
 
@@ -166,7 +170,7 @@ fn malformed_call_is_content() {
         assert_eq!(whole(false, text), [format!("C {text}")]);
     }
     let call = "a <tool_call>\n<function=f>\n</function>\n</tool_call>";
-    assert_eq!(pieces(false, &[], [call], false), [format!("C {call}")], "no tools, no calls");
+    assert_eq!(pieces(Parser::new(false, &[]), [call], false), [format!("C {call}")], "no tools, no calls");
 }
 
 #[test]
@@ -296,7 +300,7 @@ proptest! {
         parts.push(rest);
         for cut in [false, true] {
             let parts = parts.iter().copied();
-            prop_assert_eq!(pieces(in_reasoning, &tools(), parts, cut), ended(in_reasoning, &text, cut));
+            prop_assert_eq!(pieces(Parser::new(in_reasoning, &tools()), parts, cut), ended(in_reasoning, &text, cut));
         }
     }
 
@@ -323,7 +327,7 @@ proptest! {
     #[test]
     fn text_without_tools_is_unchanged(text in markup()) {
         prop_assume!(!text.trim_start().starts_with("<think>"));
-        let actual = pieces(false, &[], [text.as_str()], false).concat();
+        let actual = pieces(Parser::new(false, &[]), [text.as_str()], false).concat();
         prop_assert_eq!(actual.strip_prefix("C ").unwrap_or(""), text);
     }
 }
