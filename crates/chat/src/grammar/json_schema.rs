@@ -116,7 +116,7 @@ fn complete(mut schema: Value, definitions: Map<String, Value>, strict: bool) ->
 fn has_names_beside_listed(schema: &Value) -> bool {
     let lists = ["properties", "patternProperties"].iter().any(|key| schema.get(key).is_some());
     let is_open = lists && schema.get("additionalProperties") != Some(&Value::Bool(false));
-    is_open || subschemas(schema).into_iter().any(|(_, part)| has_names_beside_listed(part))
+    is_open || subschemas(schema).into_iter().any(|(_, _, part)| has_names_beside_listed(part))
 }
 
 struct Preparation<'a> {
@@ -507,7 +507,7 @@ pub fn locate(schema: &Value, reason: String, compile_error: impl Fn(&Value) -> 
     let mut part = schema;
     // Each step compiles the parts of one level. All levels together are at most as large as the schema.
     'down: for _ in 0..MAX_DEPTH {
-        for (inner, child) in subschemas(part) {
+        for (key, name, child) in subschemas(part) {
             // Skips booleans, which always compile. References are not followed, because the target of a reference is
             // checked where it is defined.
             let Value::Object(alone) = child else { continue };
@@ -518,7 +518,7 @@ pub fn locate(schema: &Value, reason: String, compile_error: impl Fn(&Value) -> 
                 }
             }
             if let Some(cause) = compile_error(&Value::Object(alone)) {
-                path += inner.strip_prefix(".$defs").unwrap_or(&inner);
+                path += &if key == "$defs" { name } else { format!(".{key}{name}") };
                 reason = cause;
                 part = child;
                 continue 'down;

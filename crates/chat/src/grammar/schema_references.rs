@@ -34,18 +34,18 @@ pub fn check(root: &Value) -> Result<(), FormatError> {
     schema.check_intersections(root, "", &mut visits)
 }
 
-/// The direct subschemas of a prepared schema, with their paths.
-pub fn subschemas(schema: &Value) -> Vec<(String, &Value)> {
+/// The direct subschemas of a prepared schema: their keywords, their names or indices, and the parts.
+pub fn subschemas(schema: &Value) -> Vec<(&str, String, &Value)> {
     let mut parts = Vec::new();
     for (key, value) in schema.as_object().into_iter().flatten() {
         match value {
             Value::Object(named) if WITH_OBJECT.contains(&key.as_str()) => {
-                parts.extend(named.iter().map(|(name, part)| (format!(".{key}.{name}"), part)));
+                parts.extend(named.iter().map(|(name, part)| (key.as_str(), format!(".{name}"), part)));
             }
             Value::Array(many) if WITH_ARRAY.contains(&key.as_str()) || key == "items" => {
-                parts.extend(many.iter().enumerate().map(|(index, part)| (format!(".{key}[{index}]"), part)));
+                parts.extend(many.iter().enumerate().map(|(at, part)| (key.as_str(), format!("[{at}]"), part)));
             }
-            Value::Object(_) if WITH_SCHEMA.contains(&key.as_str()) => parts.push((format!(".{key}"), value)),
+            Value::Object(_) if WITH_SCHEMA.contains(&key.as_str()) => parts.push((key, String::new(), value)),
             _ => {}
         }
     }
@@ -89,8 +89,8 @@ impl<'a> Schema<'a> {
                 return Err(FormatError::new(path, reason));
             }
         }
-        for (inner, part) in subschemas(schema) {
-            self.check_intersections(part, &format!("{path}{inner}"), visits)?;
+        for (key, name, part) in subschemas(schema) {
+            self.check_intersections(part, &format!("{path}.{key}{name}"), visits)?;
         }
         Ok(())
     }
@@ -100,8 +100,8 @@ impl<'a> Schema<'a> {
     fn count_patterns(
         &self,
         schema: &'a Value,
-        property: &'a str,
-        counts: &mut HashMap<&'a str, Restrictions>,
+        property: &str,
+        counts: &mut HashMap<String, Restrictions>,
         followed: &mut HashSet<*const Value>,
         visits: &mut usize,
     ) {
@@ -111,7 +111,7 @@ impl<'a> Schema<'a> {
             return;
         }
         let patterns = ["pattern", "format"].iter().filter(|key| fields.contains_key(**key)).count();
-        let counted = counts.entry(property).or_default();
+        let counted = counts.entry(property.to_owned()).or_default();
         counted.patterns += patterns;
         if let Some(divisor) = fields.get("multipleOf").and_then(Value::as_f64) {
             let (coefficient, scale) = decimal(divisor);
@@ -122,23 +122,15 @@ impl<'a> Schema<'a> {
         {
             self.count_patterns(target, property, counts, followed, visits);
         }
-        for (key, value) in fields {
-            let parts: Vec<_> = match (key.as_str(), value) {
-                ("properties", Value::Object(parts)) => {
-                    parts.iter().map(|(name, part)| (name.as_str(), part)).collect()
-                }
-                ("patternProperties", Value::Object(parts)) => parts.values().map(|part| ("*", part)).collect(),
-                ("anyOf" | "oneOf" | "allOf", Value::Array(parts)) => {
-                    parts.iter().map(|part| (property, part)).collect()
-                }
-                ("items" | "prefixItems", Value::Array(parts)) => parts.iter().map(|part| ("[]", part)).collect(),
-                ("items", part) => vec![("[]", part)],
-                ("additionalProperties", part) => vec![("*", part)],
-                _ => continue,
+        for (key, name, part) in subschemas(schema) {
+            let name = match key {
+                "properties" => name.as_str(),
+                "patternProperties" | "additionalProperties" => "*",
+                "anyOf" | "oneOf" | "allOf" => property,
+                "$defs" => continue,
+                _ => "[]",
             };
-            for (name, part) in parts {
-                self.count_patterns(part, name, counts, followed, visits);
-            }
+            self.count_patterns(part, name, counts, followed, visits);
         }
     }
 }
