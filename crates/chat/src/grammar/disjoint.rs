@@ -18,10 +18,15 @@ const PATTERN_STEPS: usize = 1000;
 const MAX_DEPTH: usize = 32;
 
 /// True if the types, constants and tags of the alternatives show that a value can match only one alternative. A tag is a
-/// property that one of two alternatives requires and that has different values in them. `steps_left` is what is left of
-/// [`MAX_STEPS`].
-pub fn are_disjoint<'a>(alternatives: &'a [Value], document: &Document<'a>, steps_left: &mut usize) -> bool {
-    let mut reader = AlternativeReader { document, steps_left, known: HashMap::new() };
+/// property that one of two alternatives requires, or that is `required` everywhere, and that has different values in
+/// them. `steps_left` is what is left of [`MAX_STEPS`].
+pub fn are_disjoint<'a>(
+    alternatives: &'a [Value],
+    required: Option<&'a str>,
+    document: &Document<'a>,
+    steps_left: &mut usize,
+) -> bool {
+    let mut reader = AlternativeReader { document, steps_left, required, known: HashMap::new() };
     let mut excludes = |one: &'a Value, other: &'a Value| reader.exclude(vec![one], vec![other], 0);
     let mut pairs =
         alternatives.iter().enumerate().flat_map(|(at, one)| alternatives[..at].iter().map(move |other| (one, other)));
@@ -38,6 +43,8 @@ struct Allowed<'a> {
 struct AlternativeReader<'d, 'a> {
     document: &'d Document<'a>,
     steps_left: &'d mut usize,
+    /// A property that each alternative requires.
+    required: Option<&'a str>,
     /// Results of [`AlternativeReader::read`], by the addresses of the schemas.
     known: HashMap<Vec<*const Value>, Rc<Allowed<'a>>>,
 }
@@ -57,9 +64,10 @@ impl<'a> AlternativeReader<'_, 'a> {
         if both.has_strings() || both.others != TypeSet::OBJECT || depth > MAX_DEPTH {
             return both.is_nothing();
         }
+        let tag = self.required.filter(|_| depth == 0);
         ours.sets.iter().all(|ours| {
             theirs.sets.iter().all(|theirs| {
-                let mut names = ours.required().chain(theirs.required());
+                let mut names = ours.required().chain(theirs.required()).chain(tag);
                 names.any(|name| self.exclude(ours.schemas(name), theirs.schemas(name), depth + 1))
             })
         })
@@ -145,7 +153,7 @@ mod tests {
             (json!([]), true),
         ] {
             let all = alternatives.as_array().unwrap();
-            let found = are_disjoint(all, &Document::new(&root), &mut MAX_STEPS.clone());
+            let found = are_disjoint(all, None, &Document::new(&root), &mut MAX_STEPS.clone());
             assert_eq!(found, disjoint, "{alternatives}");
         }
     }
@@ -171,7 +179,7 @@ mod tests {
             ([many("#/$defs/x"), many("#/$defs/y")], MAX_STEPS / 2),
         ] {
             let mut steps = MAX_STEPS;
-            assert!(!are_disjoint(&alternatives, &Document::new(&root), &mut steps));
+            assert!(!are_disjoint(&alternatives, None, &Document::new(&root), &mut steps));
             assert!(steps >= steps_left && (steps == 0) == (steps_left == 0), "{steps}");
         }
     }
@@ -186,6 +194,6 @@ mod tests {
             json!({"type": "object", "properties": parts, "required": names})
         };
         let alternatives: Vec<Value> = (0..120).map(alternative).collect();
-        assert!(are_disjoint(&alternatives, &Document::new(&Value::Null), &mut MAX_STEPS.clone()));
+        assert!(are_disjoint(&alternatives, None, &Document::new(&Value::Null), &mut MAX_STEPS.clone()));
     }
 }

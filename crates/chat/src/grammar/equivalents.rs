@@ -153,7 +153,13 @@ mod tests {
         let mut pairs = list(json!({"anyOf": [{"enum": ["b", "a"]}, {"type": "null"}]}));
         pairs["minItems"] = 2.into();
         pairs["maxItems"] = 2.into();
+        // Pydantic does not require a tag that has a default.
+        let tagged = |tag: &str| json!({"type": "object", "properties": {"kind": {"const": tag, "default": tag}}});
+        let required = |tag: &str| json!({"allOf": [{"type": "object", "properties": {"kind": {"const": tag}}}, {"type": "object", "required": ["kind"]}]});
+        let pets = json!({"oneOf": [tagged("cat"), tagged("dog")], "discriminator": {"propertyName": "kind"}});
+        assert_eq!(prepare(&pets, false).unwrap()["anyOf"], json!([required("cat"), required("dog")]));
         for (schema, key, expected) in [
+            (pets, "anyOf", json!([required("cat"), required("dog")])),
             (list(json!({"type": "boolean"})), "enum", json!([[], [true], [false], [true, false], [false, true]])),
             (pairs, "enum", json!([["a", "b"], ["a", null], ["b", "a"], ["b", null], [null, "a"], [null, "b"]])),
             (short, "enum", Value::Null),
@@ -196,6 +202,7 @@ mod tests {
             json!({"type": "object", "propertyNames": {"pattern": "a", "maxLength": 9}}),
             json!({"type": "object", "propertyNames": {"pattern": "^(?!a)"}}),
             json!({"oneOf": [{"required": ["a"]}, {"required": ["a", "b"]}]}),
+            json!({"oneOf": [{"properties": {"a": {}}}, {}], "discriminator": {"propertyName": "a"}}),
             json!({"oneOf": [{"required": ["a"]}, {"properties": {"b": {}}}]}),
             json!({"oneOf": [{"required": ["a"]}, {"required": ["b"]}], "anyOf": [{"required": ["c"]}]}),
         ] {

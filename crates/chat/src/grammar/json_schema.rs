@@ -250,20 +250,31 @@ impl<'a> Preparation<'a> {
         Ok(())
     }
 
-    /// Replaces a strict `oneOf` by alternatives of which only one can match.
+    /// Replaces a strict `oneOf` by alternatives of which only one can match. Each requires OpenAPI's `discriminator`, which
+    /// Pydantic does not list in `required` if it has a default.
     fn replace_one_of(
         &mut self,
         schema: &'a Map<String, Value>,
         prepared: &mut Map<String, Value>,
         path: &str,
     ) -> Result<(), FormatError> {
-        let Some(one_of) = schema.get("oneOf").and_then(Value::as_array).filter(|_| self.strict) else { return Ok(()) };
-        let is_alone = !schema.contains_key("anyOf");
-        if !(is_alone && disjoint::are_disjoint(one_of, &self.document, &mut self.steps_left)) {
-            let parts = equivalents::excluding_parts(one_of, &self.document);
+        let tag = schema.get("discriminator").and_then(|discriminator| discriminator.get("propertyName")?.as_str());
+        let one_of = schema.get("oneOf").and_then(Value::as_array).filter(|_| self.strict || tag.is_some());
+        let Some(one_of) = one_of else { return Ok(()) };
+        let is_alone = schema.get("anyOf").is_none_or(Value::is_null);
+        let mut are_disjoint = |tag| disjoint::are_disjoint(one_of, tag, &self.document, &mut self.steps_left);
+        if !(self.strict && is_alone && are_disjoint(None)) {
+            let tag = tag.filter(|tag| !self.strict || are_disjoint(Some(*tag)));
+            let parts = match tag {
+                Some(tag) => Some(vec![json!({"type": "object", "required": [tag]}); one_of.len()]),
+                None => equivalents::excluding_parts(one_of, &self.document),
+            };
             self.spend(parts.as_ref().map_or(0, |parts| parts.len().pow(2)), path)?;
             let alternatives = prepared.get_mut("oneOf").and_then(Value::as_array_mut).zip(parts);
             let Some((alternatives, parts)) = alternatives.filter(|_| is_alone) else {
+                if !self.strict {
+                    return Ok(());
+                }
                 let reason = "`oneOf` can be enforced in a strict schema only if types, constants, a tag or required \
                               properties tell its alternatives apart; use `anyOf`";
                 return Err(FormatError::new(&format!("{path}.oneOf"), reason));
