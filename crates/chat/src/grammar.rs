@@ -2,7 +2,8 @@
 //! mask of the tokens that may come next.
 //!
 //! * [`format`] has the formats that a request may ask for;
-//! * [`json_schema`], [`equivalents`], [`look_ahead`], [`schema_references`] and [`lark`] prepare and check a client's format;
+//! * [`json_schema`], [`equivalents`], [`expressions`], [`look_ahead`], [`schema_references`] and [`lark`] prepare and check a
+//!   client's format;
 //! * [`tool_calls`] and [`raw_text`] write the grammar of Qwen's tool calls;
 //! * [`constraint`] follows one answer: its reasoning, with a token budget, and then its format.
 //!
@@ -12,6 +13,7 @@
 mod constraint;
 mod disjoint;
 mod equivalents;
+mod expressions;
 mod format;
 mod json_schema;
 mod lark;

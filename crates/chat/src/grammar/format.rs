@@ -97,6 +97,8 @@ pub(super) fn plain_reason(error: &str) -> String {
     let internal = |words: &[&str]| words.iter().any(|word| first.contains(word));
     if internal(&["NoExtension"]) {
         NO_TEXT.into()
+    } else if internal(&["Unable to determine if regex is empty"]) {
+        "a `pattern` or `format` together with `minLength`, `maxLength` or another pattern is too complex".into()
     } else if first.starts_with("panic:")
         || internal(&["items; max is", "too many expressions", "fuel", "too large", "TooComplex", "precomputation"])
     {

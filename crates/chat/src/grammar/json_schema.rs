@@ -4,16 +4,14 @@
 
 use super::{
     disjoint, equivalents,
-    format::{FormatError, plain_reason},
+    expressions::{can_enforce, has_complex_length},
+    format::FormatError,
     look_ahead,
     schema_references::{self, subschemas},
     string_formats,
 };
 use crate::schema::{Document, ValueType, allows_nothing};
-use llguidance::{
-    derivre::{RegexAst, RegexBuilder},
-    regex_to_lark,
-};
+use llguidance::{derivre::RegexAst, regex_to_lark};
 use serde_json::{Map, Value, json};
 use std::collections::HashMap;
 
@@ -210,6 +208,9 @@ impl<'a> Preparation<'a> {
                 _ => continue,
             };
             prepared.insert(key.clone(), value);
+        }
+        if !self.strict && has_complex_length(&patterns, &prepared) {
+            ["minLength", "maxLength"].iter().for_each(|key| _ = prepared.shift_remove(*key));
         }
         if patterns.len() > 1 {
             let all = prepared.entry("allOf").or_insert_with(|| json!([])).as_array_mut();
@@ -409,18 +410,6 @@ impl<'a> Preparation<'a> {
             }
         }
         Ok(())
-    }
-}
-
-/// Returns true if a pattern compiles. If it does not, returns an error if `strict` names what is strict. Otherwise
-/// returns false, and the caller leaves the pattern out.
-pub fn can_enforce(pattern: &RegexAst, strict: Option<&str>, path: &str) -> Result<bool, FormatError> {
-    match (RegexBuilder::new().mk(pattern), strict) {
-        (Err(error), Some(what)) => {
-            let reason = plain_reason(&error.to_string());
-            Err(FormatError::new(path, format!("the pattern cannot be enforced in a strict {what}: {reason}")))
-        }
-        (compiled, _) => Ok(compiled.is_ok()),
     }
 }
 

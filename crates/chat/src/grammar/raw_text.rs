@@ -4,12 +4,9 @@
 //! be a list, for example, it does not start with a bracket. Texts, words, `true`, `false`, `null` and numbers of one
 //! parameter are one terminal: llguidance's lexer follows a terminal as long as any text of it may continue.
 
-use super::{format::FormatError, json_schema, look_ahead::top_level_alternatives, string_formats};
+use super::{expressions, format::FormatError, look_ahead::top_level_alternatives, string_formats};
 use crate::schema::{OpenNames, TextLimits, TypeSet, ValueType};
-use llguidance::{
-    derivre::{RegexAst, RegexBuilder},
-    regex_to_lark,
-};
+use llguidance::{derivre::RegexAst, regex_to_lark};
 use serde_json::Value;
 
 /// The closing tag of a value, in Lark.
@@ -29,9 +26,6 @@ const WITH_TAG: &str = r"(?s:.*)(<\/parameter>|<\/function>|<\/tool_call>|<param
 
 /// Maximum number of characters of a name that matches a pattern.
 const MAX_NAME: usize = 250;
-
-/// Maximum number of steps to find out whether an expression matches any text.
-const MAX_EMPTINESS_FUEL: u64 = 10_000;
 
 /// The alternatives for the raw text of a parameter.
 #[derive(Default)]
@@ -152,10 +146,7 @@ fn is_empty(included: &[String], excluded: &[impl AsRef<str>]) -> bool {
     let included = included.iter().map(|expression| RegexAst::Regex(expression.clone()));
     let excluded =
         excluded.iter().map(|expression| RegexAst::Not(Box::new(RegexAst::Regex(expression.as_ref().into()))));
-    let mut builder = RegexBuilder::new();
-    let built = builder.mk(&RegexAst::And(included.chain(excluded).collect()));
-    let regex = built.and_then(|all| builder.to_regex_limited(all, MAX_EMPTINESS_FUEL));
-    regex.is_ok_and(|mut regex| regex.always_empty())
+    expressions::is_empty(included.chain(excluded).collect()) == Some(true)
 }
 
 /// Expression of names that the schema does not list. `None` if there are no such names, or if their pattern cannot be
@@ -187,7 +178,7 @@ pub fn name_expression(names: &OpenNames<'_>, listed: &[&str], strict: bool) -> 
 fn whole_match(pattern: &str, strict: bool, path: &str) -> Result<Option<String>, FormatError> {
     let pattern = regex_to_lark(&match_whole(pattern), "dw");
     let expression = RegexAst::Regex(pattern.clone());
-    Ok(json_schema::can_enforce(&expression, strict.then_some("tool"), path)?.then_some(pattern))
+    Ok(expressions::can_enforce(&expression, strict.then_some("tool"), path)?.then_some(pattern))
 }
 
 /// Turns `pattern`, which may match anywhere in a text, into an expression that matches the whole text.

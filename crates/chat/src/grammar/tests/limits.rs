@@ -34,3 +34,26 @@ fn alternatives_and_definitions_of_parameters_are_bounded() {
     parameters["$defs"] = json!({"words": {"enum": words}});
     assert!(calls_error(1, &parameters).unwrap().reason.contains("2000 parameters"));
 }
+
+/// Hints that are too complex together are left out. zod's and Pydantic's patterns for email addresses and host names have
+/// such lengths.
+#[test]
+fn complex_lengths_are_no_hints() {
+    let patterns = [
+        r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$",
+        r"^(?:[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?\.)+[a-z0-9][a-z0-9-]{0,61}[a-z0-9]$",
+        r"^[a-z]+$",
+    ];
+    for (pattern, max) in patterns.into_iter().flat_map(|pattern| [9, 255, 2048].map(|max| (pattern, max))) {
+        let text = json!({"type": "string", "pattern": pattern, "minLength": 1, "maxLength": max});
+        let nested = json!({"type": "object", "properties": {"a": text, "b": {"type": "array", "items": text}}});
+        let tool = tool("f", &nested);
+        let tools = Some(AllowedTools { tools: vec![(0, tool)], parallel: false });
+        for format in [json_format(&nested, false), OutputFormat { content: ContentFormat::Nothing, tools }] {
+            assert_eq!(compile(&format).err(), None, "{pattern} {max}");
+        }
+        if let Err(error) = compile(&json_format(&nested, true)) {
+            assert!(max > 9 && error.reason.contains("`maxLength`"), "{error:?}");
+        }
+    }
+}
