@@ -2,7 +2,10 @@
 //! and validated. The schemas combine what Pydantic, Zod, TypeBox and generators of Go and C# write.
 
 use super::{test_validator, *};
-use crate::parser::{Delta, Parser};
+use crate::{
+    parser::{Delta, Parser},
+    schema::{Document, any_value, parameter_sets},
+};
 use serde_json::{Map, json};
 use std::{ops::Range, sync::LazyLock};
 use test_support::random_cases::seeds;
@@ -457,6 +460,47 @@ fn call_arguments(seed: u64, parameters: &Value) -> Result<Vec<(String, Value)>,
         (text, value.unwrap_or_else(|error| panic!("{parameters}: {error}: {arguments}")))
     };
     Ok((0..WALKS).map(walk).collect())
+}
+
+/// Writes types and missing keywords as other generators do.
+fn respell(schema: &mut Value, random: &mut Random) {
+    const NAMES: [(&str, &[&str]); 7] = [
+        ("null", &["NULL", "None"]),
+        ("boolean", &["BOOLEAN", "bool"]),
+        ("integer", &["INTEGER", "int"]),
+        ("number", &["NUMBER", "float", "double"]),
+        ("string", &["STRING", "str"]),
+        ("object", &["OBJECT", "dict"]),
+        ("array", &["ARRAY", "list"]),
+    ];
+    if let Value::Array(parts) = schema {
+        parts.iter_mut().for_each(|part| respell(part, random));
+    }
+    let Value::Object(fields) = schema else { return };
+    fields.iter_mut().filter(|(key, _)| *key != "const" && *key != "enum").for_each(|(_, part)| respell(part, random));
+    let Some(Value::String(name)) = fields.get("type") else { return };
+    let spellings = NAMES.iter().find(|(known, _)| known == name).unwrap().1;
+    fields.insert("type".into(), random.pick(spellings).into());
+    let missing =
+        ["minLength", "required", "properties", "items", "enum", "pattern", "format", "maxItems", "$ref", "oneOf"];
+    fields.entry(random.pick(&missing)).or_insert(Value::Null);
+}
+
+#[test]
+fn schemas_in_other_spellings_mean_the_same() {
+    for seed in 0..SCHEMAS {
+        let schema = Writer::parameters(seed);
+        let mut respelled = schema.clone();
+        respell(&mut respelled, &mut Random(seed));
+        let [expected, prepared] = [&schema, &respelled].map(|schema| json_schema::prepare(schema, false));
+        assert_eq!(prepared.map_err(|error| error.path), expected.map_err(|error| error.path), "{respelled}");
+        let [expected, sets] = [&schema, &respelled].map(|schema| {
+            let document = Document::new(schema);
+            let sets = parameter_sets(&[schema], &document);
+            ["a", "b", "c d", "items"].map(|name| any_value(&sets, name, &document))
+        });
+        assert_eq!(sets.map(|value| value.others), expected.map(|value| value.others), "{respelled}");
+    }
 }
 
 #[test]

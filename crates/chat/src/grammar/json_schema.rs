@@ -10,7 +10,7 @@ use super::{
     schema_references::{self, subschemas},
     string_formats,
 };
-use crate::schema::{Document, ValueType, allows_nothing};
+use crate::schema::{Document, TypeSet, ValueType, allows_nothing};
 use llguidance::{derivre::RegexAst, regex_to_lark};
 use serde_json::{Map, Value, json};
 use std::collections::HashMap;
@@ -138,25 +138,34 @@ impl<'a> Preparation<'a> {
             return error(format!("the schema is more than {MAX_DEPTH} levels deep"));
         }
         let schema = match whole {
-            _ if allows_nothing(whole) => return Ok(Value::Bool(false)),
+            _ if allows_nothing(whole) || self.document.target(whole).is_some_and(allows_nothing) => {
+                return Ok(Value::Bool(false));
+            }
             Value::Bool(_) => return Ok(whole.clone()),
             Value::Object(schema) => schema,
             _ => return error("a schema is an object or a boolean".into()),
         };
         let mut prepared = Map::new();
         let mut patterns = Vec::new();
+        let is_set = |key: &str| schema.get(key).is_some_and(|value| !value.is_null());
         for (key, value) in schema {
             let inner = format!("{path}.{key}");
             let malformed = |kind: &str| Err(FormatError::new(&inner, format!("{key} must be {kind}")));
             let value = match (key.as_str(), value) {
+                ("const", _) => value.clone(),
+                // Generators of Go and C# write a keyword that is not set.
+                (_, Value::Null) => continue,
                 ("$ref", _) => self.reference(whole, &inner)?.into(),
-                ("unevaluatedProperties", Value::Bool(false))
-                    if !COMBINING.iter().any(|key| schema.contains_key(*key)) =>
-                {
+                ("unevaluatedProperties", Value::Bool(false)) if !COMBINING.iter().any(|key| is_set(key)) => {
                     prepared.entry("additionalProperties").or_insert(Value::Bool(false));
                     continue;
                 }
-                ("type", _) => check_type(value, &inner)?,
+                ("type", _) => match check_type(value, self.strict, &inner)? {
+                    Some(value) => value,
+                    None => continue,
+                },
+                // In draft 3, a property says whether it is required.
+                ("required", Value::Bool(_)) if !self.strict => continue,
                 ("required", _) if !is_string_array(value) => return malformed("an array of names"),
                 ("pattern", _) => {
                     let Value::String(pattern) = value else { return malformed("a string") };
@@ -171,7 +180,15 @@ impl<'a> Preparation<'a> {
                     self.subschema(value, &inner, depth + 1)?;
                     continue;
                 }
-                ("const" | "enum" | "required" | "multipleOf", _)
+                ("enum", _) if !value.is_array() => return malformed("an array"),
+                // In draft 4, this is a flag of `minimum` or `maximum`.
+                ("exclusiveMinimum" | "exclusiveMaximum", Value::Bool(_)) => value.clone(),
+                ("multipleOf" | "minimum" | "maximum" | "exclusiveMinimum" | "exclusiveMaximum", _)
+                    if !value.is_number() =>
+                {
+                    return malformed("a number");
+                }
+                ("enum" | "required" | "multipleOf", _)
                 | ("minimum" | "maximum" | "exclusiveMinimum" | "exclusiveMaximum", _) => value.clone(),
                 ("minItems" | "maxItems" | "minProperties" | "maxProperties" | "minLength" | "maxLength", _) => {
                     count(value, &inner)?
@@ -308,6 +325,7 @@ impl<'a> Preparation<'a> {
         }
         if let Some(names) = schema.get("propertyNames") {
             let values = match schema.get("additionalProperties") {
+                Some(part) if allows_nothing(part) => Value::Bool(false),
                 Some(part @ Value::Object(_)) => json!({"$ref": self.definition(part, "additionalProperties")}),
                 other => other.cloned().unwrap_or(Value::Bool(true)),
             };
@@ -486,13 +504,21 @@ fn bound_integer(schema: &mut Map<String, Value>) {
     }
 }
 
-fn check_type(value: &Value, path: &str) -> Result<Value, FormatError> {
-    let known = |value: &Value| value.as_str().is_some_and(|name| TYPES.contains(&name));
-    match value {
-        Value::Array(names) if names.iter().all(known) => Ok(value.clone()),
-        Value::String(_) if known(value) => Ok(value.clone()),
-        _ => Err(FormatError::new(path, format!("type is {value}; the types are {}", TYPES.join(", ")))),
+/// The types of a schema by their names in JSON Schema. If the schema is not strict, another name for one of them is
+/// replaced, and the value is `None` for an unknown name.
+fn check_type(value: &Value, strict: bool, path: &str) -> Result<Option<Value>, FormatError> {
+    let standard = |name: &Value| {
+        let types = TypeSet::named(name.as_str()?);
+        TYPES.into_iter().find(|known| TypeSet::named(known) == types).map(Value::from)
+    };
+    let known = match value {
+        Value::Array(names) => names.iter().map(standard).collect::<Option<Vec<_>>>().map(Value::Array),
+        _ => standard(value),
+    };
+    if known.as_ref() == Some(value) || !strict {
+        return Ok(known);
     }
+    Err(FormatError::new(path, format!("type is {value}; the types are {}", TYPES.join(", "))))
 }
 
 fn is_string_array(value: &Value) -> bool {

@@ -2,11 +2,12 @@
 
 use super::{
     document::Document,
+    type_set::TypeSet,
     value_type::{ValueType, allows_nothing},
 };
 use fancy_regex::Regex;
 use serde_json::{Map, Value};
-use std::{cell::RefCell, collections::HashMap, rc::Rc};
+use std::{cell::RefCell, collections::HashMap, rc::Rc, slice};
 
 /// Maximum number of parameter sets that `anyOf` and `oneOf` of one tool may result in.
 pub const MAX_PARAMETER_SETS: usize = 64;
@@ -61,11 +62,11 @@ impl<'a> SetReader<'_, 'a> {
             Value::Object(fields) if depth <= MAX_DEPTH && self.parts_left > 0 => fields,
             _ => return vec![Vec::new()],
         };
-        let is_object = |name: &Value| name == "object";
-        match fields.get("type") {
-            Some(Value::Array(names)) if !names.iter().any(is_object) => return Vec::new(),
-            Some(Value::String(name)) if name != "object" => return Vec::new(),
-            _ => {}
+        let names =
+            fields.get("type").map_or(&[][..], |names| names.as_array().map_or(slice::from_ref(names), Vec::as_slice));
+        let types = names.iter().filter_map(Value::as_str).map(TypeSet::named).fold(TypeSet::default(), TypeSet::or);
+        if !types.is_empty() && !types.has(TypeSet::OBJECT) {
+            return Vec::new();
         }
         let mut sets = vec![vec![fields]];
         let all = fields.get("allOf").and_then(Value::as_array).into_iter().flatten();

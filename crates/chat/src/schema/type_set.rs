@@ -20,16 +20,17 @@ impl TypeSet {
     /// Every type except strings.
     pub const OTHERS: Self = Self((1 << 7) - 1);
 
-    /// The types that a schema calls `name`. Empty if there is no such type.
+    /// The types that a schema calls `name`. Schemas for Gemini have upper case, and those written by hand also Python's
+    /// names. Empty if there is no such type.
     pub fn named(name: &str) -> Self {
-        match name {
-            "null" => Self::NULL,
-            "boolean" => Self::BOOLEAN,
-            "integer" => Self::INTEGER,
-            "number" => Self::NUMBER,
-            "string" => Self::STRING,
-            "object" => Self::OBJECT,
-            "array" => Self::ARRAY,
+        match name.to_ascii_lowercase().as_str() {
+            "null" | "none" => Self::NULL,
+            "boolean" | "bool" => Self::BOOLEAN,
+            "integer" | "int" => Self::INTEGER,
+            "number" | "float" | "double" => Self::NUMBER,
+            "string" | "str" => Self::STRING,
+            "object" | "dict" => Self::OBJECT,
+            "array" | "list" => Self::ARRAY,
             _ => Self::default(),
         }
     }
