@@ -312,6 +312,11 @@ impl ApiError {
         &self.message
     }
 
+    /// The field of the request that is wrong.
+    pub fn param(&self) -> Option<&str> {
+        self.param.as_deref()
+    }
+
     /// True if a queue refused the request or gave it up.
     pub fn is_queue_full(&self) -> bool {
         self.code == Some(QUEUE_FULL)

@@ -143,6 +143,13 @@ async function anthropicMessages() {
   for await (const _ of aborted) break;
   aborted.abort();
   await idle();
+  // The runner first asks the server to store the conversation.
+  const inputs = [];
+  const run = (input) => (inputs.push(input), RESULT);
+  const tools = [{ name: NAME, description: DESCRIPTION, input_schema: SCHEMA, parse: (input) => input, run }];
+  const runner = anthropic.beta.messages.toolRunner({ ...ask, messages: [user(question(0))], tools, temperature: 0 });
+  assert.equal((await runner.runUntilDone()).stop_reason, 'end_turn');
+  assert.deepEqual(inputs, [{ city: 'Paris' }]);
   const output_config = { format: { type: 'json_schema', schema: WORD } };
   const word = await anthropic.messages.create({ ...ask, output_config });
   assert.ok(['a', 'b'].includes(JSON.parse(word.content[0].text).word));

@@ -212,6 +212,16 @@ def messages_tool():
         equal(stream.get_final_message().content[-1].input, {"city": "Paris"})
 
 
+def messages_tool_runner():
+    """The runner first asks the server to store the conversation."""
+    tool = anthropic.beta_tool(lambda city: RESULT, **ANTHROPIC_TOOL)
+    for stream in [False, True]:
+        ask = {**GREEDY, "messages": [user(question(0))], "tools": [tool], "stream": stream}
+        answers = [turn.get_final_message() if stream else turn for turn in ANTHROPIC.beta.messages.tool_runner(**ask)]
+        equal([answer.stop_reason for answer in answers], ["tool_use", "end_turn"])
+        equal(answers[1].content[0].text, "It is sunny in Paris, with 21 degrees.")
+
+
 def messages_errors():
     raises(anthropic.BadRequestError, lambda: message([]))
     raises(anthropic.BadRequestError, lambda: message([user("x " * 400_000)]))
@@ -396,7 +406,7 @@ def raises(kind, call):
 def main():
     checks = [
         responses_text, responses_stream, responses_logprobs, responses_tool, responses_errors,
-        responses_progress, messages_text, messages_stream, messages_tool, messages_errors, messages_schema,
+        responses_progress, messages_text, messages_stream, messages_tool, messages_tool_runner, messages_errors, messages_schema,
         messages_prefill, litellm_text, litellm_more, langchain_text, langchain_more,
         full_context,
     ]

@@ -17,6 +17,9 @@ use std::mem;
 /// signatures.
 const SIGNATURE: &str = "moestro";
 
+/// Field of the conversations that Anthropic's servers store.
+const THREAD: &str = "thread";
+
 pub struct MessagesRenderer {
     id: String,
     /// Name of the requested model. The id of the loaded model replaces the name once the model is known.
@@ -267,7 +270,12 @@ pub fn error_object(error: &ApiError) -> Value {
         500.. => "api_error",
         _ => "invalid_request_error",
     };
-    json!({"type": "error", "error": {"type": kind, "message": error.message()}})
+    let mut body = json!({"type": "error", "error": {"type": kind, "message": error.message()}});
+    if error.param() == Some(THREAD) {
+        // The tool runners of Anthropic's SDKs then send the whole conversation, without this field.
+        body["error"]["details"] = json!({"error_code": "thread_unsupported_request", "unsupported": [THREAD]});
+    }
+    body
 }
 
 #[cfg(test)]
