@@ -3,7 +3,7 @@
 use crate::http::{
     ApiError, ServerState, admin,
     anthropic::messages,
-    layers::{auth, connections, gzip, origin, request_log},
+    layers::{auth, connections, gzip, origin, request_log, unread_body},
     ollama,
     openai::{chat, completions, models, responses},
     openapi, page, routes, tokenize,
@@ -84,7 +84,8 @@ fn router_for(api: ApiSet, state: Arc<ServerState>) -> Router {
         .layer(RequestDecompressionLayer::new())
         .layer(from_fn(gzip::check_encoding))
         .layer(from_fn_with_state(state.clone(), auth::require_key))
-        .layer(from_fn_with_state(state.origins.clone(), origin::check_origin));
+        .layer(from_fn_with_state(state.origins.clone(), origin::check_origin))
+        .layer(from_fn_with_state(state.clone(), unread_body::discard));
     with_outer_layers(router, state)
 }
 

@@ -1,4 +1,4 @@
-//! Tests of compressed request bodies.
+//! Tests of compressed request bodies, of bodies that an error leaves unread, and of texts that are cut within a character.
 
 use super::server::{CHAT, Server, Setup, chat, little_memory};
 use flate2::{Compression, write::GzEncoder};
@@ -62,4 +62,34 @@ async fn decompressed_bytes_count_as_request_memory() {
     let (code, answer) = status(&server, "gzip", &body).await;
     assert_eq!((code, &answer["error"]["code"]), (413, &json!("request_too_large")), "{answer}");
     assert!(server.metrics.render().contains("moestro_request_memory_bytes 0"), "the memory must be released");
+}
+
+#[tokio::test]
+async fn errors_follow_whole_body() {
+    // The client reads nothing before it has sent the body. The sockets' buffers hold less.
+    let body = vec![b' '; 24 << 20];
+    let server = Setup { configure: |state| state.body_limit = 16 << 20, ..Setup::default() }.start().await;
+    let locked = Setup { api_key: Some("secret".into()), ..Setup::default() }.start().await;
+    for (server, method, path, header, status) in [
+        (&server, "POST", "/v1/nothing", ("x-a", "b"), 404),
+        (&server, "PUT", CHAT, ("x-a", "b"), 405),
+        (&server, "POST", CHAT, ("content-encoding", "br"), 415),
+        (&server, "POST", CHAT, ("content-type", "text/plain"), 415),
+        (&server, "POST", CHAT, ("x-a", "b"), 413),
+        (&locked, "POST", CHAT, ("authorization", "Bearer wrong"), 401),
+    ] {
+        let answer = server.send(method, path, &[header], Some(&body)).await;
+        assert_eq!(answer.status, status, "{method} {path} {header:?}");
+        assert!(answer.json().await["error"]["message"].is_string());
+    }
+}
+
+#[tokio::test]
+async fn silent_body_does_not_delay_error() {
+    let server = Server::saying("Hello.").await;
+    let headers = [("content-type", "application/json"), ("content-length", "5")];
+    // The limit for a silent body is 10 s.
+    let start = std::time::Instant::now();
+    assert_eq!(server.bare("POST", "/v1/nothing", &headers, b"").await.status, 404);
+    assert!(start.elapsed() < server.state.timeouts.body, "{:?}", start.elapsed());
 }

@@ -8,6 +8,7 @@ pub mod memory;
 pub mod origin;
 pub mod request_log;
 pub mod timeouts;
+pub mod unread_body;
 
 pub use memory::{MemoryPermit, RequestMemory, value_bytes};
 pub use origin::OriginPolicy;

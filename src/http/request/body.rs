@@ -12,10 +12,6 @@ use std::time::Duration;
 use tokio::time::{Instant, timeout_at};
 use tokio_stream::StreamExt;
 
-/// Multiple of the limit up to which a body over the limit is read and discarded. If the server closed the connection
-/// while the client is still sending, the client would not see the error.
-const DISCARD_FACTOR: usize = 4;
-
 /// Slowest average rate of a body, in bytes per second. The rate is enforced after twice the timeout of a single chunk.
 const MIN_RATE: usize = 32 << 10;
 
@@ -33,32 +29,20 @@ async fn read(body: Body, limit: usize, silence: Duration, permit: &mut MemoryPe
     let mut chunks = body.into_data_stream();
     let mut kept = Vec::new();
     let mut seen = 0usize;
-    let mut refused = None;
     loop {
         let deadline = start + 2 * silence + Duration::from_secs((seen / MIN_RATE) as u64);
         let Ok(chunk) = timeout_at(deadline.min(Instant::now() + silence), chunks.next()).await else {
             return Err(ApiError::slow_body());
         };
-        let Some(chunk) = chunk else { break };
+        let Some(chunk) = chunk else { return Ok(kept) };
         let chunk = chunk.map_err(|error| ApiError::json(None, format!("cannot read the body: {error}")))?;
         seen = seen.saturating_add(chunk.len());
-        if refused.is_none() {
-            refused = if seen > limit {
-                Some(ApiError::too_large(limit))
-            } else {
-                grow(&mut kept, seen, declared.min(limit), permit).err()
-            };
+        if seen > limit {
+            return Err(ApiError::too_large(limit));
         }
-        match refused {
-            None => kept.extend_from_slice(&chunk),
-            Some(_) if seen > limit.saturating_mul(DISCARD_FACTOR) => break,
-            Some(_) => {
-                kept = Vec::new();
-                permit.resize(0)?;
-            }
-        }
+        grow(&mut kept, seen, declared.min(limit), permit)?;
+        kept.extend_from_slice(&chunk);
     }
-    refused.map_or(Ok(kept), Err)
 }
 
 /// Reserves memory for 1.5 times `len` bytes, but not for more than the content length.
@@ -226,10 +210,6 @@ mod tests {
         request::fields,
     };
     use moestro_base::metrics::Metrics;
-    use std::sync::{
-        Arc,
-        atomic::{AtomicUsize, Ordering::Relaxed},
-    };
 
     fn error<T: DeserializeOwned>(text: &str) -> Value {
         let error = parse::<T>(text.as_bytes()).err().expect("an error");
@@ -299,16 +279,6 @@ mod tests {
         assert_eq!(permit.bytes(), 8);
         assert_eq!(read(Body::from("123456789"), 8, second, &mut permit).await.unwrap_err().status, 413);
         assert_eq!(read(Body::from("1".repeat(1000)), 8, second, &mut permit).await.unwrap_err().status, 413);
-        // A long body is discarded for a while so that its client sees the error, but not to its end.
-        let sent = Arc::<AtomicUsize>::default();
-        let count = sent.clone();
-        let long = (0..1000).map(move |_| {
-            count.fetch_add(1, Relaxed);
-            Ok::<_, std::io::Error>(vec![b'1'])
-        });
-        let long = Body::from_stream(tokio_stream::iter(long));
-        assert_eq!(read(long, 8, second, &mut permit).await.unwrap_err().status, 413);
-        assert_eq!(sent.load(Relaxed), 8 * DISCARD_FACTOR + 1);
     }
 
     #[tokio::test]
