@@ -174,3 +174,16 @@ async fn long_word_exceeds_request_memory() {
     }
     assert_eq!(refused(&server, "/tokenize", text("a", 100_000).as_bytes()).await, (413, Value::Null));
 }
+
+#[tokio::test]
+async fn path_that_is_not_utf8_is_unknown() {
+    let server = Server::saying("Hello.").await;
+    let paths = ["models/%ff", "models/org/%c3%28", "responses/%ff", "responses/%ff/input_items"];
+    for (method, path) in paths.map(|path| ("GET", path)).into_iter().chain([("DELETE", "responses/%ff")]) {
+        for path in [format!("/v1/{path}"), format!("/{path}")] {
+            let answer = server.send(method, &path, &[], None).await;
+            assert_eq!(answer.status, 404, "{method} {path}");
+            assert_eq!(answer.json().await["error"]["code"], "not_found");
+        }
+    }
+}

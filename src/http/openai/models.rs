@@ -3,10 +3,11 @@
 use crate::http::{
     ApiError, ServerState,
     models::{CLAUDE_PREFIX, plain_name},
+    request::PathId,
 };
 use axum::{
     Json,
-    extract::{Path, RawQuery, State},
+    extract::{RawQuery, State},
     http::HeaderMap,
 };
 use serde::Serialize;
@@ -120,7 +121,7 @@ pub async fn models(
 /// Describes one model, given by its exact id. Generation requests also accept other names of a model.
 pub async fn model(
     State(state): State<Arc<ServerState>>,
-    Path(id): Path<String>,
+    PathId(id): PathId,
     headers: HeaderMap,
 ) -> Result<Json<ModelObject>, ApiError> {
     let served = state.models.current_id().unwrap_or_default();

@@ -1,8 +1,8 @@
 //! `GET /v1/responses/{id}/input_items`: the items that a stored response answers, page by page.
 
-use crate::http::{ApiError, ServerState, layers::body_guard, output};
+use crate::http::{ApiError, ServerState, layers::body_guard, output, request::PathId};
 use axum::{
-    extract::{Path, Query, State},
+    extract::{Query, State},
     http::Uri,
     response::Response,
 };
@@ -14,7 +14,7 @@ const PAGE: [usize; 2] = [20, 100];
 
 pub async fn input_items(
     State(state): State<Arc<ServerState>>,
-    Path(id): Path<String>,
+    PathId(id): PathId,
     uri: Uri,
 ) -> Result<Response, ApiError> {
     let query = Query::<BTreeMap<String, String>>::try_from_uri(&uri).unwrap_or_default().0;

@@ -20,13 +20,13 @@ use crate::http::{
     ApiError, ServerState,
     generate::Generator,
     layers::{body_guard, memory},
-    request::body,
+    request::{PathId, body},
     sse::{self, Frames, StreamFormat},
 };
 use axum::{
     Json,
     body::Body,
-    extract::{Path, Query, State},
+    extract::{Query, State},
     http::{Uri, header},
     response::{IntoResponse, Response},
 };
@@ -54,11 +54,7 @@ pub async fn input_tokens(server: Generator, body: Body) -> Result<Json<Value>, 
 
 /// Sends a stored response: as one JSON object, or as a stream with `?stream=true`. A stream that `starting_after` names
 /// an event of begins after that event.
-pub async fn get(
-    State(state): State<Arc<ServerState>>,
-    Path(id): Path<String>,
-    uri: Uri,
-) -> Result<Response, ApiError> {
+pub async fn get(State(state): State<Arc<ServerState>>, PathId(id): PathId, uri: Uri) -> Result<Response, ApiError> {
     let text = state.responses.get(&id).ok_or_else(|| ApiError::no_such_response(&id, "response_id"))?;
     let query = Query::<BTreeMap<String, String>>::try_from_uri(&uri).unwrap_or_default().0;
     if query.get("stream").is_none_or(|stream| stream != "true") {
@@ -75,7 +71,7 @@ pub async fn get(
     Ok(body_guard::hold(sse::respond(StreamFormat::Events, write), permit))
 }
 
-pub async fn delete(State(state): State<Arc<ServerState>>, Path(id): Path<String>) -> Result<Json<Value>, ApiError> {
+pub async fn delete(State(state): State<Arc<ServerState>>, PathId(id): PathId) -> Result<Json<Value>, ApiError> {
     if state.responses.remove(&id) {
         Ok(Json(json!({"id": id, "object": "response", "deleted": true})))
     } else {
