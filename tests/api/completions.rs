@@ -271,6 +271,43 @@ async fn stop_string_cuts_text_and_logprobs() {
     assert_eq!(tokens, "The capital of France");
 }
 
+/// The bytes of a token in `logprobs`.
+fn token_bytes(token: &Value) -> Vec<u8> {
+    let token = token.as_str().unwrap();
+    let byte = |digits: &str| u8::from_str_radix(digits, 16).unwrap();
+    match token.strip_prefix("bytes:") {
+        Some(bytes) => bytes.split("\\x").skip(1).map(byte).collect(),
+        None => token.into(),
+    }
+}
+
+/// With a stop string that begins anywhere in an answer with characters of several tokens, and without one.
+#[tokio::test]
+async fn logprobs_cover_exactly_the_text() {
+    const SAYS: &str = "Tokyo is \u{6771}\u{4eac}, the\u{1f600} sky is blue \u{1f600}";
+    let server = Server::saying(SAYS).await;
+    let starts = SAYS
+        .char_indices()
+        .flat_map(|(start, _)| [1, 2, 5].map(|chars| SAYS[start..].chars().take(chars).collect::<String>()));
+    for (stop, echo) in starts.map(Some).chain([None]).flat_map(|stop| [(stop.clone(), false), (stop, true)]) {
+        let body = json!({"prompt": "\u{6771}", "max_tokens": 60, "logprobs": 0, "stop": stop, "echo": echo});
+        let whole = server.ask(PATH, &body).await["choices"][0].clone();
+        let chunks = server.stream(PATH, &with(body, json!({"stream": true}))).await;
+        for field in ["tokens", "token_logprobs", "top_logprobs", "text_offset"] {
+            let streamed =
+                chunks.iter().flat_map(|chunk| chunk["choices"][0]["logprobs"][field].as_array().unwrap().clone());
+            assert_eq!(Value::from_iter(streamed), whole["logprobs"][field], "{stop:?} {field}");
+        }
+        let text = whole["text"].as_str().unwrap().as_bytes();
+        let tokens: Vec<_> = whole["logprobs"]["tokens"].as_array().unwrap().iter().map(token_bytes).collect();
+        let bytes = tokens.concat();
+        assert!(bytes.starts_with(text), "{stop:?}: {tokens:?}");
+        let last = tokens.last().map_or(0, Vec::len);
+        assert!(bytes.is_empty() || bytes.len() - last < text.len(), "{stop:?}: {tokens:?} go beyond the text");
+        assert!(stop.is_some() || text.ends_with(SAYS.as_bytes()));
+    }
+}
+
 #[tokio::test]
 async fn choices_of_a_prompt_are_adjacent() {
     let server = Server::saying(" and so on.").await;

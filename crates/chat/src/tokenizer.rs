@@ -159,8 +159,8 @@ impl Tokenizer {
         (0..both).find(|&id| self.slice(id) != other.slice(id) || self.is_added(id) != other.is_added(id))
     }
 
-    /// Bytes that a token adds to the text.
-    pub(super) fn text_bytes(&self, id: u32) -> &[u8] {
+    /// Bytes that a token adds to the text of an answer. Special tokens add none.
+    pub fn text_bytes(&self, id: u32) -> &[u8] {
         if self.special.binary_search(&id).is_ok() { &[] } else { self.slice(id) }
     }
 

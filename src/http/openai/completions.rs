@@ -143,7 +143,7 @@ impl CompletionRenderer {
                 text += &completion_logprobs::text(&tokenizer, ids);
                 if let (Some(builder), Some(prompt)) = (&mut self.logprobs, &output.prompt_logprobs) {
                     for (&id, logprobs) in ids.iter().zip(prompt) {
-                        builder.push(id, logprobs.as_ref());
+                        builder.push_prompt(id, logprobs.as_ref());
                     }
                 }
             }
@@ -154,16 +154,15 @@ impl CompletionRenderer {
             }
         }
         if let Some(builder) = &mut self.logprobs {
-            builder.push_sent(&text);
             for (id, logprobs) in &output.logprobs {
-                builder.push(*id, Some(logprobs));
+                builder.push_answer(*id, logprobs);
             }
         }
         text
     }
 
     fn choice(&mut self, index: usize, text: String, finish_reason: Option<FinishReason>) -> CompletionChoice {
-        let logprobs = self.logprobs.as_mut().map(|builder| builder.take(finish_reason));
+        let logprobs = self.logprobs.as_mut().map(LogprobsBuilder::take);
         CompletionChoice { index, text, logprobs, finish_reason }
     }
 }

@@ -1,10 +1,11 @@
-//! Log-probabilities of a chat's content tokens. Reasoning, markup and tool calls are not listed.
+//! Log-probabilities of an answer's content tokens. Reasoning, markup and tool calls of a chat are not listed, and
+//! neither are tokens after a stop string.
 //!
 //! A token belongs to the content if at least one byte of its text belongs to the content. A token is listed with the
 //! output that contains its first content byte, so in a stream the listed tokens never run ahead of the text.
 
 use moestro_engine::Logprobs;
-use std::{collections::VecDeque, ops::Range};
+use std::{collections::VecDeque, mem, ops::Range};
 
 /// Matches generated tokens with the content that is sent to the client.
 #[derive(Debug, Default)]
@@ -26,13 +27,14 @@ impl ContentLogprobs {
         self.open.push((id, logprobs));
     }
 
-    /// Adds `length` bytes of text, which is the text of the tokens pushed since the last text.
-    pub fn push_text(&mut self, length: usize) {
+    /// Adds `length` bytes of text, which is the text of the tokens pushed since the last text. Returns their range.
+    pub fn push_text(&mut self, length: usize) -> Range<usize> {
+        let range = self.length..self.length + length;
         if length > 0 {
-            let range = self.length..self.length + length;
             self.length = range.end;
             self.waiting.extend(self.open.drain(..).map(|(id, logprobs)| (range.clone(), id, logprobs)));
         }
+        range
     }
 
     /// Marks this range of the generated text as content.
@@ -62,6 +64,11 @@ impl ContentLogprobs {
             self.spans.pop_front();
         }
         listed
+    }
+
+    /// Returns the tokens at the end of the answer that have no text.
+    pub fn take_open(&mut self) -> Vec<(u32, Logprobs)> {
+        mem::take(&mut self.open)
     }
 }
 

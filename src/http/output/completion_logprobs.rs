@@ -1,9 +1,6 @@
 //! Log-probabilities of `/v1/completions`: four arrays with one entry per token and offsets in characters.
 
-use crate::http::{
-    openai::{CompletionLogprobs, TopLogprobs},
-    output::FinishReason,
-};
+use crate::http::openai::{CompletionLogprobs, TopLogprobs};
 use moestro_chat::Tokenizer;
 use moestro_engine::Logprobs;
 use std::{mem, sync::Arc};
@@ -15,18 +12,28 @@ pub struct LogprobsBuilder {
     entries: CompletionLogprobs,
     /// Offset of the next token, in characters.
     offset: usize,
-    /// Number of characters of text that have been sent.
-    sent: usize,
 }
 
 impl LogprobsBuilder {
     pub fn new(tokenizer: Arc<Tokenizer>) -> Self {
-        Self { tokenizer, entries: CompletionLogprobs::default(), offset: 0, sent: 0 }
+        Self { tokenizer, entries: CompletionLogprobs::default(), offset: 0 }
     }
 
-    /// Adds a token. The first token of a prompt has no log-probability.
-    pub fn push(&mut self, id: u32, logprobs: Option<&Logprobs>) {
-        let (token, bytes) = token_text(&self.tokenizer, id);
+    /// Adds a token of the prompt, whose text has special tokens, too. The first one has no log-probability.
+    pub fn push_prompt(&mut self, id: u32, logprobs: Option<&Logprobs>) {
+        let bytes = self.tokenizer.token_bytes(id);
+        self.push(id, &bytes, logprobs);
+    }
+
+    /// Adds a token of the answer.
+    pub fn push_answer(&mut self, id: u32, logprobs: &Logprobs) {
+        let bytes = self.tokenizer.text_bytes(id).to_vec();
+        self.push(id, &bytes, Some(logprobs));
+    }
+
+    /// Adds a token that adds `bytes` to the text.
+    fn push(&mut self, id: u32, bytes: &[u8], logprobs: Option<&Logprobs>) {
+        let token = token_text(&self.tokenizer, id).0;
         self.entries.text_offset.push(self.offset);
         // A character that spans several tokens counts for the token that has its first byte.
         self.offset += bytes.iter().filter(|&&byte| byte & 0xC0 != 0x80).count();
@@ -42,22 +49,9 @@ impl LogprobsBuilder {
         self.entries.tokens.push(token);
     }
 
-    /// Counts text that is sent to the client.
-    pub fn push_sent(&mut self, text: &str) {
-        self.sent += text.chars().count();
-    }
-
-    /// Returns the entries since the last call. If a stop string cut the text, the entries after the cut are removed.
-    pub fn take(&mut self, finish: Option<FinishReason>) -> CompletionLogprobs {
-        let mut entries = mem::take(&mut self.entries);
-        if finish == Some(FinishReason::Stop) {
-            let kept = entries.text_offset.partition_point(|&offset| offset < self.sent);
-            entries.tokens.truncate(kept);
-            entries.token_logprobs.truncate(kept);
-            entries.top_logprobs.truncate(kept);
-            entries.text_offset.truncate(kept);
-        }
-        entries
+    /// Returns the entries since the last call.
+    pub fn take(&mut self) -> CompletionLogprobs {
+        mem::take(&mut self.entries)
     }
 }
 

@@ -263,10 +263,8 @@ impl Generation {
             Event::Token { id, logprobs } => {
                 self.count(id);
                 let text = self.decoder.push(id);
-                match logprobs {
-                    Some(logprobs) if matches!(self.reader, TextReader::Plain) => output.logprobs.push((id, logprobs)),
-                    Some(logprobs) => self.content_logprobs.push_token(id, logprobs),
-                    None => {}
+                if let Some(logprobs) = logprobs {
+                    self.content_logprobs.push_token(id, logprobs);
                 }
                 if !text.is_empty() && self.parse(&text, &mut output.deltas) {
                     self.is_complete.store(true, Relaxed);
@@ -298,6 +296,10 @@ impl Generation {
             }
         }
         output.logprobs.extend(self.content_logprobs.take_sent(self.sent));
+        if output.finish == Some(FinishReason::Length) && matches!(self.reader, TextReader::Plain) {
+            // An evaluation harness expects an entry for the last token, even if the token has no text.
+            output.logprobs.extend(self.content_logprobs.take_open());
+        }
         Ok(Update::Output(output))
     }
 
@@ -317,11 +319,14 @@ impl Generation {
 
     /// Parses more generated text and appends the result to `deltas`. Returns true if the answer ends here.
     fn parse(&mut self, text: &str, deltas: &mut Vec<Delta>) -> bool {
+        let span = self.content_logprobs.push_text(text.len());
         let parsed = match &mut self.reader {
-            TextReader::Plain => vec![Delta::Content(text.to_owned())],
+            TextReader::Plain => {
+                self.content_logprobs.push_content(span);
+                vec![Delta::Content(text.to_owned())]
+            }
             TextReader::Chat { parser, .. } => parser.push(text),
         };
-        self.content_logprobs.push_text(text.len());
         self.push_until_stop(parsed, deltas)
     }
 
