@@ -2,7 +2,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use moestro_chat::{json_numbers, parser::{Delta, Parser}};
+use moestro_chat::{json_repair, parser::{Delta, Parser}};
 use serde_json::{Map, Value, json};
 
 fuzz_target!(|input: (Vec<u8>, &str)| {
@@ -20,7 +20,7 @@ fuzz_target!(|input: (Vec<u8>, &str)| {
     let whole = calls(&tools, vec![text]);
     assert_eq!(calls(&tools, pieces), whole);
     for arguments in whole {
-        assert!(serde_json::from_str::<Map<String, Value>>(&json_numbers::quote_huge(&arguments)).is_ok());
+        assert!(serde_json::from_str::<Map<String, Value>>(&json_repair::repair(&arguments)).is_ok());
     }
 });
 

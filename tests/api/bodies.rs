@@ -93,3 +93,34 @@ async fn silent_body_does_not_delay_error() {
     assert_eq!(server.bare("POST", "/v1/nothing", &headers, b"").await.status, 404);
     assert!(start.elapsed() < server.state.timeouts.body, "{:?}", start.elapsed());
 }
+
+#[tokio::test]
+async fn lone_surrogates_become_replacement_characters() {
+    let server = Server::saying("</think>\n\nHello.").await;
+    for (path, body) in [
+        (CHAT, r#"{"cache_prompt": false, "messages": [{"role": "user", "content": "a CUT b"}]}"#),
+        (
+            CHAT,
+            r#"{"cache_prompt": false, "messages": [{"role": "assistant", "tool_calls": [{"id": "c", "type": "function",
+                   "function": {"name": "f", "arguments": "{\"x\": \"\CUT\"}"}}]}, {"role": "user", "content": "b"}]}"#,
+        ),
+        ("/v1/completions", r#"{"cache_prompt": false, "prompt": "a CUT b"}"#),
+        ("/v1/responses", r#"{"cache_prompt": false, "input": "a CUT b"}"#),
+        (
+            "/v1/messages",
+            r#"{"cache_prompt": false, "max_tokens": 9, "messages": [{"role": "user", "content": "a CUT b"}]}"#,
+        ),
+        ("/v1/messages/count_tokens", r#"{"messages": [{"role": "user", "content": "a CUT b"}]}"#),
+        ("/tokenize", r#"{"content": "a CUT b"}"#),
+    ] {
+        let mut seen = Vec::new();
+        for cut in [r"\ufffd", r"\ud83d", r"\uDE00"] {
+            let body = body.replace("CUT", cut);
+            let answer = server.send("POST", path, &[], Some(body.as_bytes())).await;
+            assert_eq!(answer.status, 200, "{body}");
+            let answer = answer.json().await;
+            seen.push(["usage", "input_tokens", "tokens"].map(|field| answer[field].clone()));
+        }
+        assert!(seen.iter().all(|tokens| *tokens == seen[0]), "{path} {seen:?}");
+    }
+}

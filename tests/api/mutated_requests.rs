@@ -7,7 +7,7 @@
 
 use crate::server::{CHAT, COMPLETIONS, MESSAGES, RESPONSES, Setup, demo};
 use moestro_chat::{
-    Conversation, Template, json_numbers,
+    Conversation, Template, json_repair,
     parser::{Delta, Parser},
 };
 use serde_json::{Map, Value, json};
@@ -264,7 +264,7 @@ fn mutated_answers_parse_independently_of_splits() {
             }
             for call in arguments.iter().filter(|call| !cut && !call.is_empty()) {
                 // After a mutation, the name may contain anything except the end of its tag.
-                let json = call.split_once('>').map(|(_, json)| json_numbers::quote_huge(json)).unwrap_or_default();
+                let json = call.split_once('>').map(|(_, json)| json_repair::repair(json)).unwrap_or_default();
                 let object = serde_json::from_str::<Map<String, Value>>(&json);
                 assert!(object.is_ok(), "seed {seed}: {call:?} of {text:?}");
                 calls += 1;

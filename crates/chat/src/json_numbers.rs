@@ -1,7 +1,4 @@
-//! JSON numbers of any size. A model may write numbers outside the range of a double. `serde_json` refuses a whole
-//! document with such a number.
-
-use std::borrow::Cow;
+//! JSON numbers of any size.
 
 /// True if the JSON number `text` has an integer value. `None` if `text` is not a JSON number.
 pub fn is_integer(text: &str) -> Option<bool> {
@@ -28,43 +25,6 @@ pub fn is_integer(text: &str) -> Option<bool> {
     })
 }
 
-/// Puts every number outside the range of a double in quotes. Templates print such a string without quotes, like a
-/// number.
-pub fn quote_huge(json: &str) -> Cow<'_, str> {
-    let bytes = json.as_bytes();
-    let mut out = String::new();
-    let mut copied = 0;
-    let mut at = 0;
-    while let Some(byte) = bytes.get(at) {
-        let start = at;
-        at += 1;
-        match byte {
-            b'"' => {
-                while let Some(byte) = bytes.get(at) {
-                    at += if *byte == b'\\' { 2 } else { 1 };
-                    if *byte == b'"' {
-                        break;
-                    }
-                }
-            }
-            b'-' | b'0'..=b'9' => {
-                at += bytes[at..].iter().take_while(|b| b.is_ascii_digit() || b"+-.eE".contains(b)).count();
-                let number = &json[start..at];
-                if is_integer(number).is_some() && number.parse().is_ok_and(f64::is_infinite) {
-                    out.extend([&json[copied..start], "\"", number, "\""]);
-                    copied = at;
-                }
-            }
-            _ => {}
-        }
-    }
-    if copied == 0 {
-        return Cow::Borrowed(json);
-    }
-    out.push_str(&json[copied..]);
-    Cow::Owned(out)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -82,20 +42,6 @@ mod tests {
             assert_eq!(is_integer(text), None, "{text}");
         }
         assert_eq!(is_integer(&"9".repeat(5000)), Some(true));
-    }
-
-    #[test]
-    fn only_huge_numbers_become_strings() {
-        let big = "9".repeat(309);
-        let text = r#"{"a": [1, -2.5e3, "1e999 \" 1e999"], "b": 1e308}"#;
-        assert!(matches!(quote_huge(text), Cow::Borrowed(same) if same == text));
-        let sent = format!(r#"{{"a": {big}, "b": [-1e999, "\\"], "c": 1e999}}"#);
-        assert_eq!(quote_huge(&sent), format!(r#"{{"a": "{big}", "b": ["-1e999", "\\"], "c": "1e999"}}"#));
-        assert!(serde_json::from_str::<serde_json::Value>(&quote_huge(&sent)).is_ok());
-        // Invalid JSON stays unchanged.
-        for text in ["1e999.5", "{\"a", "\"\\", "1e9999e", "--1e999"] {
-            assert_eq!(quote_huge(text), text);
-        }
     }
 
     proptest! {

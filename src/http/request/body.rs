@@ -6,6 +6,7 @@ use crate::http::{
     request::{FieldTable, field_check},
 };
 use axum::body::{Body, HttpBody};
+use moestro_chat::json_repair;
 use serde::de::{DeserializeOwned, Deserializer};
 use serde_json::{Map, Value};
 use std::time::Duration;
@@ -104,14 +105,18 @@ where
     P: FnOnce(&[u8]) -> Result<T, ApiError> + Send + 'static,
 {
     let mut permit = state.memory.permit();
-    let bytes = read(body, state.body_limit, state.timeouts.body, &mut permit).await?;
+    let mut bytes = read(body, state.body_limit, state.timeouts.body, &mut permit).await?;
     let parsed = memory::parsed_bytes(&bytes);
     permit.grow(match values {
         ParsedValues::Kept => parsed,
         ParsedValues::Translated => 2 * parsed - bytes.len(),
     })?;
-    let read = if bytes.len() < SMALL_BODY { parse(&bytes)? } else { permit.run(move || parse(&bytes)).await?? };
-    Ok((read, permit))
+    let is_small = bytes.len() < SMALL_BODY;
+    let read = move || {
+        json_repair::replace_lone_surrogates(&mut bytes);
+        parse(&bytes)
+    };
+    Ok((if is_small { read()? } else { permit.run(read).await?? }, permit))
 }
 
 /// Parses an object, checks its field names, and drops the fields that are not in `known`.

@@ -14,7 +14,7 @@ use crate::http::{
         content_parts::{MessageOrigin, new_messages, take_thoughts},
     },
 };
-use moestro_chat::{Content, Message, Role, ToolCall, json_numbers};
+use moestro_chat::{Content, Message, Role, ToolCall, json_repair};
 use serde_json::{Map, Value, json};
 
 /// Separator between the texts of several parts.
@@ -59,7 +59,7 @@ pub fn parse_arguments(text: &str) -> Value {
     if text.trim().is_empty() {
         return json!({});
     }
-    match serde_json::from_str(&json_numbers::quote_huge(text)) {
+    match serde_json::from_str(&json_repair::repair(text)) {
         Ok(Value::Null) => json!({}),
         Ok(object @ Value::Object(_)) => object,
         _ => json!({"INVALID_JSON": text}),
@@ -173,7 +173,7 @@ fn check_tool_calls(calls: &mut Value, at: &str) -> Result<(), ApiError> {
             None => function["arguments"] = json!({}),
             // The template parses them.
             Some(Value::String(json))
-                if serde_json::from_str::<Map<String, Value>>(&json_numbers::quote_huge(json)).is_ok() => {}
+                if serde_json::from_str::<Map<String, Value>>(&json_repair::repair(json)).is_ok() => {}
             Some(Value::String(json)) => function["arguments"] = parse_arguments(json),
             _ => {
                 return Err(ApiError::wrong_value(

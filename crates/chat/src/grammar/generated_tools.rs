@@ -456,7 +456,7 @@ fn call_arguments(seed: u64, parameters: &Value) -> Result<Vec<(String, Value)>,
         };
         let arguments = read(&mut [&*text].into_iter());
         assert_eq!(read(&mut text.split_inclusive(|_| true)), arguments, "by character: {text:?}");
-        let value = serde_json::from_str(&crate::json_numbers::quote_huge(&arguments));
+        let value = serde_json::from_str(&crate::json_repair::repair(&arguments));
         (text, value.unwrap_or_else(|error| panic!("{parameters}: {error}: {arguments}")))
     };
     Ok((0..WALKS).map(walk).collect())

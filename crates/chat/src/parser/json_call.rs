@@ -5,7 +5,7 @@ use super::{
     python,
     tags::{END_THINK, InputEnd, Reading, TagAt, TagKind, tag_at},
 };
-use crate::json_numbers;
+use crate::json_repair;
 use serde::de::IgnoredAny;
 use serde_json::{Deserializer, Value};
 
@@ -158,7 +158,7 @@ fn member<'a>(members: &[&'a str], names: &[&str]) -> Option<&'a str> {
 
 /// `text` if it is JSON, or as JSON if it is a Python literal.
 fn normalized(text: &str) -> Option<String> {
-    let is_json = |json: &String| serde_json::from_str::<Value>(&json_numbers::quote_huge(json)).is_ok();
+    let is_json = |json: &String| serde_json::from_str::<Value>(&json_repair::repair(json)).is_ok();
     Some(text.to_owned()).filter(is_json).or_else(|| python::to_json(text).filter(is_json))
 }
 

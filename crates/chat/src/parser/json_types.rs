@@ -2,7 +2,7 @@
 
 use super::python;
 use crate::{
-    json_numbers,
+    json_numbers, json_repair,
     schema::{Document, TypeSet, ValueType, any_value, parameter_sets},
 };
 use serde_json::Value;
@@ -82,7 +82,7 @@ impl JsonTypes {
     fn fits(&self, json: &str) -> bool {
         match json_numbers::is_integer(json) {
             Some(integral) => self.others.has(if integral { TypeSet::INTEGER } else { TypeSet::NUMBER }),
-            None => match serde_json::from_str(&json_numbers::quote_huge(json)) {
+            None => match serde_json::from_str(&json_repair::repair(json)) {
                 Ok(value @ (Value::Array(_) | Value::Object(_))) => self.others.has(TypeSet::of(&value)),
                 _ => false,
             },
@@ -93,7 +93,7 @@ impl JsonTypes {
 /// The text in a Markdown fence or in a JSON string.
 fn unwrapped(text: &str) -> Option<String> {
     let fenced = text.strip_prefix("```").and_then(|text| text.strip_suffix("```")?.split_once('\n'));
-    fenced.map(|(_, text)| text.to_owned()).or_else(|| serde_json::from_str(text).ok())
+    fenced.map(|(_, text)| text.to_owned()).or_else(|| serde_json::from_str(&json_repair::repair(text)).ok())
 }
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
 //! Converts messages from the format that OpenAI clients send to the format that templates read.
 
-use crate::{error::ChatError, json_numbers, message::REASONING};
+use crate::{error::ChatError, json_repair, message::REASONING};
 use serde::Serialize;
 use serde_json::{Map, Value};
 
@@ -41,7 +41,7 @@ fn parse_arguments(arguments: &mut Value) -> Result<(), String> {
         Value::Null => Value::Null,
         Value::String(text) if text.trim().is_empty() => Value::Null,
         Value::String(text) => {
-            serde_json::from_str(&json_numbers::quote_huge(text)).map_err(|e| format!("are not valid JSON: {e}"))?
+            serde_json::from_str(&json_repair::repair(text)).map_err(|e| format!("are not valid JSON: {e}"))?
         }
         _ => return Err("are not a JSON object".into()),
     };
