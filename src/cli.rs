@@ -107,11 +107,11 @@ pub struct ServeArgs {
     #[arg(long, env = "MOESTRO_HOST", default_value = "127.0.0.1", help_heading = "Server")]
     pub host: String,
     /// Port to listen on; 0 means a free port
-    #[arg(long, env = "MOESTRO_PORT", default_value_t = 5413, help_heading = "Server")]
+    #[arg(long, env = "MOESTRO_PORT", default_value_t = 5413, value_parser = values::port, help_heading = "Server")]
     pub port: u16,
     /// Serve Ollama's API on this port, too, for tools that support no other API [default: off; Ollama itself uses
     /// 11434]
-    #[arg(long, env = "MOESTRO_OLLAMA_PORT", value_name = "PORT", hide_short_help = true, help_heading = "Server")]
+    #[arg(long, env = "MOESTRO_OLLAMA_PORT", value_name = "PORT", value_parser = values::port, hide_short_help = true, help_heading = "Server")]
     pub ollama_port: Option<u16>,
     /// API key that clients must send (`Authorization: Bearer KEY`)
     #[arg(long, env = "MOESTRO_API_KEY", value_name = "KEY", hide_env_values = true, value_parser = values::key, help_heading = "Server")]
@@ -194,7 +194,7 @@ pub struct GenerateArgs {
     #[arg(short, long, value_name = "TEXT")]
     pub prompt: Option<String>,
     /// Seed for a reproducible answer
-    #[arg(long, env = "MOESTRO_SEED", value_name = "N", help_heading = "Sampling")]
+    #[arg(long, env = "MOESTRO_SEED", value_name = "N", value_parser = values::natural::<u64>, help_heading = "Sampling")]
     pub seed: Option<u64>,
     #[command(flatten)]
     pub load: LoadArgs,
@@ -343,7 +343,7 @@ pub struct InstallArgs {
     #[arg(long, env = "MOESTRO_HOST", default_value = "127.0.0.1")]
     pub host: String,
     /// With --on-demand: port to listen on
-    #[arg(long, env = "MOESTRO_PORT", default_value_t = 5413)]
+    #[arg(long, env = "MOESTRO_PORT", default_value_t = 5413, value_parser = values::port)]
     pub port: u16,
     /// Show what would be written and run, without doing it
     #[arg(long)]

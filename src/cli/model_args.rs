@@ -117,7 +117,7 @@ pub struct SamplingArgs {
     #[arg(long, env = "MOESTRO_TOP_P", value_name = "P", value_parser = values::probability, help_heading = "Sampling")]
     pub top_p: Option<f32>,
     /// Sample from the N likeliest tokens; 0 means all [default: the model's]
-    #[arg(long, env = "MOESTRO_TOP_K", value_name = "N", help_heading = "Sampling", hide_short_help = true)]
+    #[arg(long, env = "MOESTRO_TOP_K", value_name = "N", value_parser = values::natural::<usize>, help_heading = "Sampling", hide_short_help = true)]
     pub top_k: Option<usize>,
     /// Sample only tokens with at least this fraction of the likeliest token's probability [default: the model's]
     #[arg(long, env = "MOESTRO_MIN_P", value_name = "P", value_parser = values::probability, help_heading = "Sampling", hide_short_help = true)]
@@ -149,7 +149,7 @@ pub struct RemoteArgs {
     #[arg(long, env = "MOESTRO_HOST", default_value = "127.0.0.1", help_heading = "Server")]
     pub host: String,
     /// Port of the server
-    #[arg(long, env = "MOESTRO_PORT", default_value_t = 5413, help_heading = "Server")]
+    #[arg(long, env = "MOESTRO_PORT", default_value_t = 5413, value_parser = values::port, help_heading = "Server")]
     pub port: u16,
     /// API key of the server
     #[arg(long, env = "MOESTRO_API_KEY", value_name = "KEY", hide_env_values = true, value_parser = values::key, help_heading = "Server")]

@@ -8,7 +8,7 @@ use moestro_compute::{
 };
 use moestro_engine::DraftPolicy;
 use moestro_model::plan::Parallel;
-use std::{fmt, time::Duration};
+use std::{fmt, str::FromStr, time::Duration};
 
 /// Id of the option `--model`. The option and the argument MODEL set the same setting.
 pub const MODEL_OPTION: &str = "model_option";
@@ -239,6 +239,16 @@ pub fn range<const MIN: usize, const MAX: usize>(text: &str) -> Result<usize, St
     fits.ok_or_else(|| format!("it must be a whole number from {MIN} to {MAX}"))
 }
 
+/// A port. 0 means a free one.
+pub fn port(text: &str) -> Result<u16, String> {
+    range::<0, { u16::MAX as usize }>(text).map(|port| port as u16)
+}
+
+/// An integer from 0 up.
+pub fn natural<T: FromStr>(text: &str) -> Result<T, String> {
+    text.parse().map_err(|_| format!("it must be a whole number from 0 to {}", u64::MAX))
+}
+
 /// A temperature. Above 2 no model writes text.
 pub fn temperature(text: &str) -> Result<f32, String> {
     number(text, |n| (0.0..=2.0).contains(&n)).ok_or_else(|| "it must be a number from 0 to 2".into())
@@ -404,6 +414,15 @@ mod tests {
     fn numbers_have_ranges() {
         assert_eq!(count("3"), Ok(3));
         assert!(["0", "-1", "1.5", ""].iter().all(|text| count(text).is_err()));
+        assert_eq!((port("0"), port("65535")), (Ok(0), Ok(u16::MAX)));
+        for text in ["", "-1", "65536", "x", "99999999999999999999999"] {
+            assert_eq!(port(text), Err("it must be a whole number from 0 to 65535".into()));
+        }
+        assert_eq!(natural("18446744073709551615"), Ok(u64::MAX));
+        for text in ["", "-1", "1.5", "18446744073709551616"] {
+            let error = natural::<u64>(text).unwrap_err();
+            assert_eq!(error, "it must be a whole number from 0 to 18446744073709551615");
+        }
         assert_eq!(probability("0.95"), Ok(0.95));
         assert!(["-0.1", "1.01", "NaN", "x"].iter().all(|text| probability(text).is_err()));
         assert!(["inf", "-1"].iter().all(|text| not_negative(text).is_err()));

@@ -61,7 +61,8 @@ pub fn init(cli: &Cli) -> Result<LogGuard, CommandError> {
     let (lines, guard) = match dir {
         None => write_in_thread(LogStderr),
         Some(dir) => {
-            let files = LogFiles::open(dir).map_err(|error| CommandError::Usage(format!("--log-dir: {error}")))?;
+            let files = LogFiles::open(dir)
+                .map_err(|error| CommandError::Usage(format!("--log-dir {}: {error}", dir.display())))?;
             write_in_thread(files)
         }
     }

@@ -106,6 +106,12 @@ async fn serve(config: ServeConfig, settings: Settings) -> Result<&'static str, 
     let mut server = new_server(&config, metrics.clone(), address.ip());
     let first = local_models::id(&config.model, &settings);
     let is_demo = config.model == ModelSource::Demo;
+    if config.models_dir.is_some()
+        && let Some(dir) = local_models::models_dir(config.models_dir.as_deref())
+        && let Err(error) = dir.read_dir()
+    {
+        tracing::warn!(dir = %dir.display(), %error, "cannot read --models-dir; its models are not listed");
+    }
     let catalog = Arc::new(ModelCatalog::new(config.clone(), settings, metrics.clone(), server.memory.clone()));
     server.models = ModelHost::new(catalog.clone(), catalog.timeouts(), config.max_queue);
     if on_demand {

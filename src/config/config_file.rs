@@ -534,7 +534,10 @@ mod tests {
         for (text, reason) in [
             ("foo = 1", "\"foo\" is not a setting; `moestro config` prints all settings"),
             ("device = \"tpu\"", "[possible values: auto, cpu, metal, cuda]"),
-            ("# a comment\nport = \"x\"", ".toml, line 2: invalid value 'x' for port: invalid digit found in string"),
+            (
+                "# a comment\nport = \"x\"",
+                ".toml, line 2: invalid value 'x' for port: it must be a whole number from 0 to 65535",
+            ),
             ("port = 1\n\n[models.a]\npath = \"x\"\nprt = 1", "line 5: \"prt\" is not a setting (did you mean port?)"),
         ] {
             fs::write(file.path(), text).unwrap();
