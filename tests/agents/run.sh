@@ -8,7 +8,7 @@
 # shell writes two files, and another tool shows an image. Then the server is started anew, and the agent resumes the
 # conversation for the second turn. aider has no tools: it gets edits instead. The others are Claude Code with a search for
 # a tool among those of an MCP server, many_tools.py; with two agents at once; and, at night, with 40 calls, two searches and
-# a compaction. At night, Claude Code, Codex and opencode also get outputs that are larger than the context.
+# a compaction. At night, Claude Code, Codex, opencode and pi also get outputs that are larger than the context.
 #
 # The server's log must have no warning and no status outside 2xx, except those that a turn expects. The prompts of all
 # requests minus what the server had cached is what it computed. Each turn has a limit, so that a cache that is lost between

@@ -107,18 +107,22 @@ def forty_turns(project):
             ("names and since < 20", calls[0]), ("true", ENDED)]
 
 
-def overflows(agent, asks):
+def overflows(agent, asks, output="seq 1 3000"):
     """Outputs that are together larger than the context. The agent asks for a summary, in a message with the text `asks`, and
     goes on."""
     def rules(project):
         has_summary = "'The summary of the script' in asked + said"
         return [(f"'{asks}' in last", "<summary>The summary of the script: it writes a file.</summary>"),
                 (f"names and {has_summary} and 'is written' not in shown", shell(agent, "echo ran > proof.txt; echo It is written")),
-                (f"names and not {has_summary} and since < 9", shell(agent, "seq 1 3000")), ("true", ENDED)]
+                (f"names and not {has_summary} and since < 9", shell(agent, output)), ("true", ENDED)]
 
     return rules
 
 
+# pi takes four characters for a token. It keeps the last 20,000 tokens and summarizes in time, so only an output whose
+# characters have a token each exceeds the context.
+PI = ("echo >> calls; if [ $(wc -l < calls) -lt 4 ]; then yes The capital of France is Paris. | head -n 1200; "
+      "else seq -s ' ' 1 8900; fi")
 CODEX = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
 AIDER = ["--yes-always", "--no-git", "--no-check-update", "--analytics-disable", "--edit-format", "whole"]
 SEARCH = ["--mcp-config", "../mcp.json", "--strict-mcp-config", "--allowedTools", "ToolSearch", "mcp__many__run", "mcp__many__tool_7"]
@@ -157,4 +161,7 @@ SCENARIOS = {
     "opencode-overflow": Scenario("opencode", overflows("opencode", "summar"), [
         Turn(["run", "Write the file"], 75_000, files={"proof.txt": "ran\n"}),
     ], context=40_960, is_nightly=True),
+    "pi-overflow": Scenario("pi", overflows("pi", "checkpoint", PI), [
+        Turn(["-p", "Write the file"], 80_000, files={"proof.txt": "ran\n"}, statuses=(400,)),
+    ], context=65_536, is_nightly=True),
 }
