@@ -2,7 +2,8 @@
 // one object for this file and one for each kernel file, which has its own namespace.
 //
 // Messages are little-endian u32 words and raw bytes:
-//   'B' id bytes                allocates a buffer, filled with 0xff
+//   'B' id bytes fill           allocates a buffer, of which each byte is `fill`
+//   'X'                         frees all buffers
 //   'W' id offset bytes DATA    writes
 //   'R' id offset bytes         reads; the answer is the data
 //   'A' id                      the answer is the address of a buffer, 8 bytes
@@ -16,6 +17,7 @@
 // is found. Otherwise a binding is the memory of the buffer itself. Outputs start as 0xff. With `twice`, the launch
 // also runs backwards and must give the same bytes. With `reuse`, a launch that gets the same bytes as an earlier one is
 // not computed again: the program copies the earlier outputs.
+#include <fcntl.h>
 #include <memory>
 
 #ifdef FIBER_ASAN
@@ -71,13 +73,25 @@ void answer(const std::string& trouble) {
   fflush(stdout);
 }
 
-std::map<uint, std::vector<uchar>> buffers;
+struct Buffer {
+  std::unique_ptr<uchar, void (*)(void*)> start{nullptr, free};
+  size_t size = 0;
+};
+std::map<uint, Buffer> buffers;
+uchar* at(uint id, uint offset) { return buffers[id].start.get() + offset; }
+// Allocates new memory and frees the old, because a kernel must not read a freed buffer through an old address. Memory of
+// zeros that nobody writes takes no time.
+void allocate(uint id, size_t bytes, uint fill) {
+  uchar* start = (uchar*)(fill ? malloc(bytes) : calloc(bytes, 1));
+  if (fill && bytes) memset(start, int(fill), bytes);
+  buffers[id].start.reset(start), buffers[id].size = bytes;
+}
 
 // The memory of a binding. A copy has no readable bytes around it.
 struct Block {
   uchar *heap = nullptr, *start;
   Block(const Binding& b, bool copy) {
-    uchar* own = start = buffers[b.id].data() + b.offset;
+    uchar* own = start = at(b.id, b.offset);
     if (copy) {
       const size_t slack = b.offset % 16;
       heap = (uchar*)malloc(slack + b.bytes);
@@ -127,7 +141,7 @@ std::pair<ulong, ulong> key_of(const std::string& name, const std::vector<uint>&
   hash.add(&grid, sizeof grid), hash.add(&threads, 4);
   for (const Binding& b : bindings) {
     hash.add(&b.bytes, 4), hash.add(&b.access, 4);
-    if (b.access != Out) hash.add(buffers[b.id].data() + b.offset, b.bytes);
+    if (b.access != Out) hash.add(at(b.id, b.offset), b.bytes);
   }
   return {hash.a, hash.b};
 }
@@ -144,7 +158,7 @@ std::string run(const std::string& name, std::vector<uint>& args, const std::vec
   if (kernel.buffers != bindings.size()) return takes(kernel.buffers, " buffers, not ", bindings.size());
   if (threads == 0 || threads % 32 || threads > 1024) return name + ": a threadgroup of " + std::to_string(threads);
   for (const Binding& b : bindings)
-    if (!buffers.count(b.id) || size_t(b.offset) + b.bytes > buffers[b.id].size())
+    if (!buffers.count(b.id) || size_t(b.offset) + b.bytes > buffers[b.id].size)
       return name + ": a binding outside its buffer";
   size_t total = 0;
   for (const Binding& b : bindings) total += b.bytes;
@@ -156,7 +170,7 @@ std::string run(const std::string& name, std::vector<uint>& args, const std::vec
     if (same != known.end()) {
       size_t next = 0;
       for (const Binding& b : bindings)
-        if (b.access != In && b.bytes) memcpy(buffers[b.id].data() + b.offset, same->second[next++].data(), b.bytes);
+        if (b.access != In && b.bytes) memcpy(at(b.id, b.offset), same->second[next++].data(), b.bytes);
       return "";
     }
   }
@@ -185,7 +199,7 @@ std::string run(const std::string& name, std::vector<uint>& args, const std::vec
       if (!pass) first[i].assign(out, out + b.bytes);
       else if (memcmp(first[i].data(), out, b.bytes))
         return name + ": a race: the result depends on the order of threads";
-      if (pass == int(twice)) memcpy(buffers[b.id].data() + b.offset, out, b.bytes);
+      if (pass == int(twice)) memcpy(at(b.id, b.offset), out, b.bytes);
     }
   }
   if (reuse) {
@@ -193,7 +207,7 @@ std::string run(const std::string& name, std::vector<uint>& args, const std::vec
     auto& results = known[key];
     for (const Binding& b : bindings) {
       if (b.access == In || !b.bytes) continue;
-      const uchar* out = buffers[b.id].data() + b.offset;
+      const uchar* out = at(b.id, b.offset);
       results.emplace_back(out, out + b.bytes), known_bytes += b.bytes;
     }
   }
@@ -203,6 +217,10 @@ std::string run(const std::string& name, std::vector<uint>& args, const std::vec
 }  // namespace
 
 int main() {
+#ifdef F_SETPIPE_SZ
+  // A mebibyte at a time instead of 64 KiB.
+  fcntl(0, F_SETPIPE_SZ, 1 << 20), fcntl(1, F_SETPIPE_SZ, 1 << 20);
+#endif
   for (;;) {
     uchar what;
     take(&what, 1);
@@ -234,15 +252,18 @@ int main() {
       continue;
     }
     if (what == 'A') {
-      const ulong address = (ulong)buffers[word()].data();
+      const ulong address = (ulong)at(word(), 0);
       give(&address, 8), fflush(stdout);
       continue;
     }
-    uint id = word(), offset = what == 'B' ? 0 : word(), bytes = word();
-    // A new vector, so that the old memory is freed: a kernel must not read it through an old address.
-    if (what == 'B') buffers[id] = std::vector<uchar>(bytes, 0xff);
-    else if (size_t(offset) + bytes > buffers[id].size()) return 2;
-    else if (what == 'W') take(buffers[id].data() + offset, bytes);
-    else give(buffers[id].data() + offset, bytes), fflush(stdout);
+    if (what == 'X') {
+      buffers.clear();
+      continue;
+    }
+    const uint id = word(), second = word(), third = word();
+    if (what == 'B') allocate(id, second, third);
+    else if (size_t(second) + third > buffers[id].size) return 2;
+    else if (what == 'W') take(at(id, second), third);
+    else give(at(id, second), third), fflush(stdout);
   }
 }

@@ -105,10 +105,19 @@ const WORKING_SET: u64 = 1 << 20;
 /// The name of a launch that uploads the bytes of its only binding.
 const UPLOAD: &str = "upload";
 
+/// An adopted buffer.
+struct Adopted {
+    slab: Arc<Slab>,
+    /// The offset in the slab.
+    start: usize,
+    /// The bytes that the kernel program holds.
+    held: Vec<u8>,
+}
+
 struct Inner {
     host: Host,
     random: Dice,
-    slabs: BTreeMap<u32, (Arc<Slab>, usize)>,
+    slabs: BTreeMap<u32, Adopted>,
     /// Adopted buffers whose addresses were requested. Kernels read these buffers through tables.
     addressed: BTreeSet<u32>,
     lengths: BTreeMap<u32, usize>,
@@ -291,13 +300,17 @@ impl Inner {
         self.host.try_run(launch).unwrap_or_else(|fault| panic!("{fault}"));
     }
 
-    /// Copies the current bytes of an adopted region to the kernel program.
+    /// Copies the current bytes of an adopted region to the kernel program, if it holds others.
     fn refresh(&mut self, region: Region) {
-        let Some((slab, start)) = self.slabs.get(&region.buffer) else { return };
+        let Some(Adopted { slab, start, held }) = self.slabs.get_mut(&region.buffer) else { return };
+        let at = region.offset..region.offset + region.len;
         // SAFETY: reads into other slots of the slab may be in progress. The store exposes only slots that are
         // complete, and the kernels access only these slots.
-        let now = unsafe { slab.bytes(start + region.offset..start + region.offset + region.len) };
-        self.host.write(region, now);
+        let now = unsafe { slab.bytes(*start + at.start..*start + at.end) };
+        if held[at.clone()] != *now {
+            held[at].copy_from_slice(now);
+            self.host.write(region, now);
+        }
     }
 
     /// True if a pending launch reads buffers through a table.
@@ -368,9 +381,8 @@ impl Driver for Double {
     fn allocate(&mut self, buffer: u32, bytes: usize) -> Result<(), DeviceError> {
         let inner = self.0.get_mut();
         inner.refused("allocate")?;
-        let region = inner.host.empty(bytes);
+        let region = inner.host.zeros(bytes);
         assert_eq!(region.buffer, buffer, "buffers are counted");
-        inner.host.write(region, &vec![0; bytes]);
         inner.lengths.insert(buffer, bytes);
         inner.make_resident(buffer, bytes);
         Ok(())
@@ -382,11 +394,9 @@ impl Driver for Double {
         assert!(range.start.is_multiple_of(16384), "no-copy buffers start at a page");
         let region = inner.host.empty(range.len());
         assert_eq!(region.buffer, buffer, "buffers are counted");
-        if inner.control.lock().unwrap().own_memory {
-            inner.host.write(region, &vec![0xff; range.len()]);
-        }
         inner.lengths.insert(buffer, range.len());
-        inner.slabs.insert(buffer, (slab.clone(), range.start));
+        let held = vec![0xff; range.len()];
+        inner.slabs.insert(buffer, Adopted { slab: slab.clone(), start: range.start, held });
         inner.make_resident(buffer, range.len());
         Ok(())
     }

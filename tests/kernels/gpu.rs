@@ -140,9 +140,8 @@ impl Driver for HostGpu {
     fn allocate(&mut self, buffer: u32, bytes: usize) -> Result<(), DeviceError> {
         self.count.lock().unwrap().allocated += bytes;
         let host = &mut self.inner.get_mut().host;
-        let region = host.empty(bytes);
+        let region = host.zeros(bytes);
         assert_eq!(region.buffer, buffer, "buffers are counted");
-        host.write(region, &vec![0; bytes]);
         Ok(())
     }
 
@@ -150,7 +149,6 @@ impl Driver for HostGpu {
         let inner = self.inner.get_mut();
         let region = inner.host.empty(range.len());
         assert_eq!(region.buffer, buffer, "buffers are counted");
-        inner.host.write(region, &vec![0xff; range.len()]);
         inner.adopted.insert(buffer, (slab.clone(), range.start));
         Ok(())
     }

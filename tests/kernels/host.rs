@@ -11,7 +11,7 @@ use std::{
     path::{Path, PathBuf},
     process::{Child, ChildStdin, ChildStdout, Command, Stdio},
     sync::{
-        OnceLock,
+        Mutex, OnceLock,
         atomic::{AtomicUsize, Ordering::Relaxed},
     },
 };
@@ -167,11 +167,23 @@ fn build(files: &[PathBuf], name: &str, sanitise: bool) -> PathBuf {
     })
 }
 
-/// A running program and its memory.
-pub struct Host {
+/// A running program.
+struct Running {
     child: Child,
     to: ChildStdin,
     from: ChildStdout,
+    program: &'static Path,
+}
+
+/// Programs of earlier tests. They know the results of their launches, and the next test may get the same launches.
+static IDLE: Mutex<Vec<Running>> = Mutex::new(Vec::new());
+
+/// A running program and its memory.
+pub struct Host {
+    /// `None` only while the value is dropped.
+    running: Option<Running>,
+    /// True if a later test may use the program.
+    is_shared: bool,
     buffers: u32,
     /// True if every launch runs twice, with the threads in forward and in reverse order, and the results are compared.
     pub twice: bool,
@@ -195,7 +207,7 @@ impl Host {
     /// Starts the program with all kernels and without sanitizers. This program is several times as fast, and is used
     /// for whole forward passes.
     pub fn fast() -> Self {
-        Self::run_program(Self::fast_program())
+        Self::run_shared(Self::fast_program())
     }
 
     fn fast_program() -> &'static Path {
@@ -211,7 +223,7 @@ impl Host {
     /// Starts the program without `tiles.metal` and the kernels that need this file.
     pub fn plain() -> Self {
         static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
-        Self::run_program(PROGRAM.get_or_init(|| build(&all(), "plain", false)))
+        Self::run_shared(PROGRAM.get_or_init(|| build(&all(), "plain", false)))
     }
 
     /// Starts the program with planted faults in the kernels.
@@ -221,11 +233,25 @@ impl Host {
         Self::run_program(PROGRAM.get_or_init(|| build(&[file()], "faults", true)))
     }
 
-    fn run_program(program: &Path) -> Self {
+    fn run_program(program: &'static Path) -> Self {
         Self::run_with(program, &[])
     }
 
-    fn run_with(program: &Path, environment: &[(&str, &str)]) -> Self {
+    /// The program of an earlier test, or a new one.
+    fn run_shared(program: &'static Path) -> Self {
+        let mut idle = IDLE.lock().unwrap();
+        let found = idle.iter().rposition(|running| running.program == program).map(|index| idle.remove(index));
+        drop(idle);
+        let mut host = found.map_or_else(|| Self::run_program(program), Self::on);
+        host.is_shared = true;
+        host
+    }
+
+    fn on(running: Running) -> Self {
+        Self { running: Some(running), is_shared: false, buffers: 0, twice: true, reuses_results: false }
+    }
+
+    fn run_with(program: &'static Path, environment: &[(&str, &str)]) -> Self {
         let mut child = Command::new(program)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -236,20 +262,28 @@ impl Host {
             .spawn()
             .unwrap();
         let (to, from) = (child.stdin.take().unwrap(), child.stdout.take().unwrap());
-        Self { child, to, from, buffers: 0, twice: true, reuses_results: false }
+        Self::on(Running { child, to, from, program })
     }
 
     /// A buffer of `len` bytes filled with 0xff. Read as floats, these bytes are NaN.
     pub fn empty(&mut self, len: usize) -> Region {
+        self.filled(len, 0xff)
+    }
+
+    pub fn zeros(&mut self, len: usize) -> Region {
+        self.filled(len, 0)
+    }
+
+    fn filled(&mut self, len: usize, fill: u8) -> Region {
         let buffer = self.buffers;
         self.buffers += 1;
-        self.send(b"B", &[buffer, len as u32], &[]);
+        self.send(b"B", &[buffer, len as u32, fill.into()], &[]);
         Region { buffer, offset: 0, len }
     }
 
     /// Frees a buffer's memory.
     pub fn drop_buffer(&mut self, buffer: u32) {
-        self.send(b"B", &[buffer, 0], &[]);
+        self.send(b"B", &[buffer, 0, 0], &[]);
     }
 
     pub fn bytes(&mut self, bytes: &[u8]) -> Region {
@@ -270,7 +304,7 @@ impl Host {
     pub fn address(&mut self, buffer: u32) -> u64 {
         self.send(b"A", &[buffer], &[]);
         let mut address = [0; 8];
-        self.from.read_exact(&mut address).unwrap();
+        self.receive(&mut address);
         u64::from_le_bytes(address)
     }
 
@@ -287,7 +321,7 @@ impl Host {
     fn count(&mut self, what: &[u8]) -> u64 {
         self.send(what, &[], &[]);
         let mut count = [0; 8];
-        self.from.read_exact(&mut count).unwrap();
+        self.receive(&mut count);
         u64::from_le_bytes(count)
     }
 
@@ -299,7 +333,7 @@ impl Host {
     pub fn read(&mut self, region: Region) -> Vec<u8> {
         self.send(b"R", &[region.buffer, region.offset as u32, region.len as u32], &[]);
         let mut bytes = vec![0; region.len];
-        self.from.read_exact(&mut bytes).unwrap();
+        self.receive(&mut bytes);
         bytes
     }
 
@@ -315,9 +349,9 @@ impl Host {
     pub fn names(&mut self) -> Vec<String> {
         self.send(b"N", &[], &[]);
         let mut len = [0; 4];
-        self.from.read_exact(&mut len).unwrap();
+        self.receive(&mut len);
         let mut names = vec![0; u32::from_le_bytes(len) as usize];
-        self.from.read_exact(&mut names).unwrap();
+        self.receive(&mut names);
         String::from_utf8(names).unwrap().split_whitespace().map(Into::into).collect()
     }
 
@@ -352,9 +386,10 @@ impl Host {
         let name = [launch.kernel.as_bytes(), &tail].concat();
         self.send(b"D", &[launch.kernel.len() as u32], &name);
         let mut status = [0];
-        if self.from.read_exact(&mut status).is_err() {
+        if self.running().from.read_exact(&mut status).is_err() {
+            self.is_shared = false;
             let mut report = String::new();
-            match self.child.stderr.take() {
+            match self.running().child.stderr.take() {
                 Some(mut stderr) => _ = stderr.read_to_string(&mut report).unwrap(),
                 None => report.push_str("the program has exited"),
             }
@@ -364,9 +399,9 @@ impl Host {
             return Ok(());
         }
         let mut len = [0; 4];
-        self.from.read_exact(&mut len).unwrap();
+        self.receive(&mut len);
         let mut message = vec![0; u32::from_le_bytes(len) as usize];
-        self.from.read_exact(&mut message).unwrap();
+        self.receive(&mut message);
         Err(String::from_utf8_lossy(&message).into_owned())
     }
 
@@ -376,13 +411,31 @@ impl Host {
         }
     }
 
+    fn running(&mut self) -> &mut Running {
+        self.running.as_mut().expect("the program")
+    }
+
     fn send(&mut self, what: &[u8], words: &[u32], data: &[u8]) {
         let words: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
-        let _ = self.to.write_all(&[what, &words, data].concat()).and_then(|()| self.to.flush());
+        let to = &mut self.running().to;
+        let _ = to.write_all(&[what, &words, data].concat()).and_then(|()| to.flush());
+    }
+
+    fn receive(&mut self, bytes: &mut [u8]) {
+        self.running().from.read_exact(bytes).unwrap();
     }
 }
 
 impl Drop for Host {
+    fn drop(&mut self) {
+        if self.is_shared && !std::thread::panicking() {
+            self.send(b"X", &[], &[]);
+            IDLE.lock().unwrap().extend(self.running.take());
+        }
+    }
+}
+
+impl Drop for Running {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
