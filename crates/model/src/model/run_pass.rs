@@ -86,9 +86,9 @@ impl ModelParts {
             let image = placed.tokens();
             let from = image.start.max(tokens.start);
             let to = image.end.min(tokens.end);
-            let row = from - tokens.start;
-            let part = from - image.start..to - image.start;
-            (from < to).then_some((&placed.image, row, part, to == image.end))
+            // An image after these tokens has no part here.
+            (from < to)
+                .then(|| (&placed.image, from - tokens.start, from - image.start..to - image.start, to == image.end))
         });
         here.map(|(image, row, tokens, is_finished)| {
             let vision = self.vision()?;
