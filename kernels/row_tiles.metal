@@ -1,11 +1,13 @@
 #if defined(QUAD_FMA) && !defined(NO_TILES)
-// Products of decoded and drafted rows on matrix units, for 4 and 8 bits in groups of 64. Codes become halves, which is
-// exact. A value of x is the sum of two halves, so the result is as exact as in f32. W is the left factor: a tile has
-// 16 rows of W. The right factor has eight columns, two for each of four rows of x, so a weight is unpacked once for
-// all rows. A column of a tile depends on no other column, so neither does a row's result.
+// Products of decoded and drafted rows on matrix units, for 4 and 8 bits in groups of 64, and for FP8, mxfp4 and bf16.
+// Codes become halves, which is exact (for bf16, see unpack_bf16). A value of x is the sum of two halves, so the result
+// is as exact as in f32. W is the left factor: a tile has 16 rows of W. The right factor has eight columns, two for
+// each of four rows of x, so a weight is unpacked once for all rows. A column of a tile depends on no other column, so
+// neither does a row's result.
 //
-// A dot product may add the columns of one group in any order. Lane t of a quad takes quarter t of its row's group and
-// unpacks pairs of codes directly to registers of the left factor. split_rows stores the columns of x in that order.
+// A dot product may add the columns of one unit in any order. Lane t of a quad takes quarter t of its row's unit and
+// unpacks pairs of codes directly to registers of the left factor. split_rows stores the columns of x in that order. A
+// unit is a group of 64 columns, or 32 columns in FP8, mxfp4 and bf16: the order depends on the formats of the launch.
 //
 // Each simdgroup copies its codes to threadgroup memory several steps ahead. The first copies begin before AWAIT.
 
@@ -16,7 +18,8 @@ enum { GROUP = 64, TILE_ROWS = 4, PART = 128, CODE_WORDS = 256, STAGE = CODE_WOR
 // Sources of the rows: x, x times a norm's weights, x times 1 / rms of each head, silu(gate) * up.
 enum { SPLIT_PLAIN, SPLIT_NORMED, SPLIT_HEADS, SPLIT_SWIGLU };
 
-struct SplitArgs { uint cols, stride, source, heads, size; float eps; };
+// `has_units_of_32`: the order of the columns.
+struct SplitArgs { uint cols, stride, source, heads, size; float eps; uint has_units_of_32; };
 
 // 1 / rms of the head of a column, from its sums of squares, in the order of gated_rms_norm.
 FN float head_factor(CONSTANT SplitArgs& a, DEVICE const float* squares, uint row, uint column) {
@@ -32,10 +35,11 @@ FN float head_factor(CONSTANT SplitArgs& a, DEVICE const float* squares, uint ro
 }
 
 // Splits rows into halves. Each group has its own power of two, which brings its largest value into [2^14, 2^15), so
-// that the second halves lose less than 2^-38 of it. `factors` has the sum of each group and the inverse of its power of
-// two, `squares` the sum of the squares of x. Every second pair of columns is divided by 16, because unpack_quad
-// multiplies its codes by 16. A simdgroup has one group, and a lane one pair of columns, four columns apart. `halves`
-// and `factors` are stored by tile of rows, group, and lane of the product. Grid (ceil(groups / 4), rows), 128 threads.
+// that the second halves lose less than 2^-38 of it. `factors` has the sum of each group and the inverse of its power
+// of two, `squares` the sum of the squares of x. In units of 64, every second pair of columns is divided by 16, because
+// unpack_quad multiplies its codes by 16. A simdgroup has one group, and a lane one pair of columns, four columns
+// apart. `halves` and `factors` are stored by tile of rows, group, and lane of the product. Grid (ceil(groups / 4),
+// rows), 128 threads.
 KERNEL(split_rows, ARGS(SplitArgs, a), IN(float, x, 1), IN(float, w, 2), OUT(uint, halves, 3), OUT(float, factors, 4),
        OUT(float, squares, 5)) {
   const uint group = tgid.x * 4 + sg, groups = a.cols / GROUP, quarter = lane / 8, side = lane / 4 % 2, step = lane % 4;
@@ -55,14 +59,17 @@ KERNEL(split_rows, ARGS(SplitArgs, a), IN(float, x, 1), IN(float, w, 2), OUT(uin
   }
   sum = SIMD_SUM(sum), square = SIMD_SUM(square), max_abs = SIMD_MAX(max_abs);
   const uint power = max(as_type<uint>(max_abs) >> 23, 15u);
-  const float up = as_type<float>((268u - power) << 23), times = step % 2 == 0 ? up : up * 0.0625f;
+  const float up = as_type<float>((268u - power) << 23);
+  const float times = step % 2 == 0 || a.has_units_of_32 != 0 ? up : up * 0.0625f;
   float rest[2];
   UNROLL for (uint i = 0; i < 2; i++) v[i] *= times;
   const uint first = HALF2(v[0], v[1]);
   rest[0] = v[0] - f16(first & 0xffffu), rest[1] = v[1] - f16(first >> 16);
   const ulong tile = ulong(tgid.y / TILE_ROWS) * groups + group;
   const uint row = tgid.y % TILE_ROWS;
-  DEVICE uint* to = halves + tile * (2 * PART) + step / 2 * PART + row * 32 + quarter * 4 + step % 2 * 2 + side;
+  DEVICE uint* to = halves + tile * (2 * PART) + row * 32;
+  to += a.has_units_of_32 != 0 ? quarter / 2 * PART + quarter % 2 * 8 + side * 4 + step
+                               : step / 2 * PART + quarter * 4 + step % 2 * 2 + side;
   to[0] = first, to[16] = HALF2(rest[0], rest[1]);
   if (lane != 0) return;
   DEVICE float* factor = factors + (tile * TILE_ROWS + row) * 2;
@@ -70,24 +77,29 @@ KERNEL(split_rows, ARGS(SplitArgs, a), IN(float, x, 1), IN(float, w, 2), OUT(uin
   squares[ulong(tgid.y) * groups + group] = square;
 }
 
-// A step has 64 bytes of each row of codes: two groups of 4 bits, or one of 8. A lane copies a quarter of a step of 2 *
-// MT rows of W, and the scales or the offsets of MT rows.
+// A step has 64 bytes of each row of codes: 128 columns of 4 bits, 64 of 8, or 32 of 16. A lane copies a quarter of a
+// step of 2 * MT rows of W, and the scales or the offsets of MT rows. In FP8, the rows of a tile share a scale, which
+// is not copied.
 template <uint MT> struct StepPtrs { DEVICE const uchar *codes[MT * 2], *scales[MT]; };
 
 // The words of chunk `chunk` of 16 bytes of row `row` in a stage. Chunks are swapped so that the lanes of a simdgroup
 // read from different banks.
 FN uint chunk_at(uint row, uint chunk) { return row * 16 + (chunk ^ row / 2 % 2 * 2) * 4; }
 
-// Starts to copy `step` and moves the pointers to codes by one step. `shift` is 1 if two steps share a word of scales.
+// Starts to copy `step` and moves the pointers to codes by one step. In 8 bits, two steps
+// share a word of scales.
 template <uint MT>
-FN void copy_step(THREAD StepPtrs<MT>& from, uint step, uint shift, THREADGROUP uint* stage THREAD_IDS_PARAM) {
+FN void copy_step(THREAD StepPtrs<MT>& from, uint format, uint step, THREADGROUP uint* stage THREAD_IDS_PARAM) {
+  const uint shift = format == 8 ? 1 : 0;
+  const bool has_word = format < MXFP4 || (format == MXFP4 && lane % 2 == 0);
   UNROLL for (uint m = 0; m < MT; m++) {
     UNROLL for (uint r = 0; r < 2; r++) {
       ASYNC_COPY((THREADGROUP uint4*)(stage + m * STAGE + chunk_at(r * 8 + lane / 4, lane % 4)),
                  (DEVICE const uint4*)from.codes[m * 2 + r]);
       from.codes[m * 2 + r] += 64;
     }
-    ASYNC_COPY(stage + m * STAGE + CODE_WORDS + lane, (DEVICE const uint*)(from.scales[m] + (step >> shift) * 4));
+    if (has_word)
+      ASYNC_COPY(stage + m * STAGE + CODE_WORDS + lane, (DEVICE const uint*)(from.scales[m] + (step >> shift) * 4));
   }
 }
 
@@ -108,37 +120,91 @@ template <uint BITS> FN void unpack_quad(THREAD const uint* q, THREAD uint* h) {
     }
 }
 
-// Reads group `u` of a step of 16 rows of W: unpacked codes, scales, and offsets of two rows. `second`: the scales of
-// an 8-bit step are the second ones of their word.
-template <uint BITS>
-FN void read_group(THREADGROUP const uint* stage, uint u, bool second, THREAD uint* h, THREAD float* s,
-                   THREAD float* b THREAD_IDS_PARAM) {
+// Unpacks eight columns of a unit of 32 to halves: h[j] has columns j and j + 4. The bits of an E2M1 code, at their
+// place in a half, are 2^-14 of its value: the scale is multiplied by 2^14.
+FN void unpack_e2m1(uint q, THREAD uint* h) {
+  UNROLL for (uint j = 0; j < 4; j++) {
+    const uint w = q << (12 - 4 * j);
+    h[j] = (w & 0x80008000u) | (w >> 3 & 0x0e000e00u);
+  }
+}
+
+// Two E4M3 codes.
+FN uint e4m3_pair(uint q) {
+#ifdef E4M3_HALF2
+  return E4M3_HALF2(q);
+#else
+  return HALF2(e4m3(q & 255u), e4m3(q >> 8 & 255u));
+#endif
+}
+FN void unpack_e4m3(uint q0, uint q1, THREAD uint* h) {
+  const uint even = (q0 & 0x00ff00ffu) | (q1 << 8 & 0xff00ff00u), odd = (q0 >> 8 & 0x00ff00ffu) | (q1 & 0xff00ff00u);
+  h[0] = e4m3_pair(even & 0xffffu), h[1] = e4m3_pair(odd & 0xffffu);
+  h[2] = e4m3_pair(even >> 16), h[3] = e4m3_pair(odd >> 16);
+}
+
+// A power of two, whose inverse is returned, brings the largest value of a unit of a row of W into [2^14, 2^15). Then a
+// value is exact in a half if it is at least 2^-31 of the largest. Smaller values are off by at most 2^-39 of the
+// largest, which is less than what the split of x loses.
+FN float unpack_bf16(THREAD const uint* q, THREAD uint* h) {
+  float v[8];
+  uint max_bits = 0;  // without signs
+  UNROLL for (uint i = 0; i < 4; i++) {
+    v[2 * i] = bf16(q[i]), v[2 * i + 1] = as_type<float>(q[i] & 0xffff0000u);
+    max_bits = max(max_bits, max(q[i] << 17, q[i] << 1));
+  }
+  const uint power = max(as_type<uint>(QUAD_MAX(as_type<float>(max_bits >> 1))) >> 23, 15u);
+  const float up = as_type<float>((268u - power) << 23);
+  UNROLL for (uint j = 0; j < 4; j++) h[j] = HALF2(v[j] * up, v[j + 4] * up);
+  return as_type<float>((power - 14u) << 23);
+}
+
+// UNITS: units of a step. MULS: products of a unit, each with four columns per lane.
+template <uint FORMAT> struct StepShape {
+  enum : uint { MULS = FORMAT < MXFP4 ? 4 : 2, UNITS = FORMAT == 4 || FORMAT == FP8 ? 2 : FORMAT == MXFP4 ? 4 : 1 };
+};
+
+// Reads unit `u` of a step of 16 rows of W: unpacked codes, scales, and offsets of two rows. `second`: the scales of an
+// 8-bit step are the second ones of their word. `scale`: the scale of all codes in FP8.
+template <uint FORMAT>
+FN void read_unit(THREADGROUP const uint* stage, uint u, bool second, float scale, THREAD uint* h, THREAD float* s,
+                  THREAD float* b THREAD_IDS_PARAM) {
   const uint row = lane / 4, quarter = lane % 4;
   UNROLL for (uint i = 0; i < 2; i++) {
     const uint r = i * 8 + row;
+    THREADGROUP const uint* scales = stage + CODE_WORDS + r * 2;
     uint q[4];
-    if (BITS == 4) {
+    if (FORMAT == MXFP4) {
+      unpack_e2m1(stage[chunk_at(r, u) + quarter], h + i * 4);
+      s[i] = e8m0(((THREADGROUP const uchar*)scales)[u]) * 16384.0f;
+      continue;
+    }
+    if (FORMAT == 4 || FORMAT == FP8) {
       const uint2 two = *(THREADGROUP const uint2*)(stage + chunk_at(r, u * 2 + quarter / 2) + quarter % 2 * 2);
       q[0] = two.x, q[1] = two.y;
     } else {
       const uint4 four = *(THREADGROUP const uint4*)(stage + chunk_at(r, quarter));
       q[0] = four.x, q[1] = four.y, q[2] = four.z, q[3] = four.w;
     }
-    unpack_quad<BITS>(q, h + i * 8);
-    const uint2 scales = *(THREADGROUP const uint2*)(stage + CODE_WORDS + r * 2);
-    const bool high = BITS == 4 ? u == 1 : second;
-    s[i] = as_type<float>(high ? scales.x & 0xffff0000u : scales.x << 16);
-    b[i] = as_type<float>(high ? scales.y & 0xffff0000u : scales.y << 16);
-    b[i] = fma(BITS == 4 ? 8.0f : 128.0f, s[i], b[i]);
+    if (FORMAT == FP8) unpack_e4m3(q[0], q[1], h + i * 4), s[i] = scale;
+    if (FORMAT == DENSE) s[i] = unpack_bf16(q, h + i * 4);
+    if (FORMAT >= MXFP4) continue;
+    unpack_quad<FORMAT>(q, h + i * 8);
+    const uint2 two = *(THREADGROUP const uint2*)scales;
+    const bool high = FORMAT == 4 ? u == 1 : second;
+    s[i] = as_type<float>(high ? two.x & 0xffff0000u : two.x << 16);
+    b[i] = as_type<float>(high ? two.y & 0xffff0000u : two.y << 16);
+    b[i] = fma(FORMAT == 4 ? 8.0f : 128.0f, s[i], b[i]);
   }
 }
 
 // Multiplies MT * 16 rows of W by NT tiles of x, for steps `begin`..`end`. The first copies are under way. The sums go
 // to `total`: for each 16 rows of W and tile, this lane's two rows of W.
-template <uint NT, uint MT, uint STAGES, uint BITS>
-FN void quad_product(CONSTANT LinearArgs& a, uint begin, uint end, THREAD StepPtrs<MT>& from, THREADGROUP uint* stages,
-                     DEVICE const uint* halves, DEVICE const float* factors, THREAD float* total THREAD_IDS_PARAM) {
-  enum { GROUPS = 8 / BITS };  // per step
+template <uint NT, uint MT, uint STAGES, uint FORMAT>
+FN void quad_product(CONSTANT LinearArgs& a, uint float_type, uint begin, uint end, THREAD StepPtrs<MT>& from,
+                     THREADGROUP uint* stages, DEVICE const uint* halves, DEVICE const float* factors,
+                     THREAD float* total THREAD_IDS_PARAM) {
+  enum : uint { UNITS = StepShape<FORMAT>::UNITS, MULS = StepShape<FORMAT>::MULS };
   const uint groups = a.cols / GROUP;
   // Lanes without a row of x repeat the last one. They change no other column and are not stored.
   uint x_at[NT], factor_at[NT];
@@ -147,41 +213,46 @@ FN void quad_product(CONSTANT LinearArgs& a, uint begin, uint end, THREAD StepPt
     x_at[n] = tile * groups * (2 * PART) + min(lane / 8, last) * 32 + lane % 8 * 4;
     factor_at[n] = (tile * groups * TILE_ROWS + min(lane % 4, last)) * 2;
   }
-  halves += begin * (GROUPS * 2 * PART), factors += begin * (GROUPS * 2 * TILE_ROWS);
+  halves += begin * (UNITS * MULS / 2 * PART), factors += begin * (UNITS * MULS) / 4 * (2 * TILE_ROWS);
   UNROLL for (uint i = 0; i < MT * NT * 2; i++) total[i] = 0;
   for (uint step = begin; step < end; step++) {
+    float scale[MT];
+    UNROLL for (uint m = 0; m < MT; m++)
+      scale[m] = FORMAT == FP8 ? load_float(from.scales[m], float_type, step * 64 / FP8_BLOCK) : 1.0f;
     ASYNC_WAIT(STAGES - 2);
     const uint ahead = step + STAGES - 1, stage = (step - begin) % STAGES, free = (stage + STAGES - 1) % STAGES;
-    if (ahead < end) copy_step(from, ahead, BITS / 8, stages + free * (MT * STAGE) THREAD_IDS);
+    if (ahead < end) copy_step(from, FORMAT, ahead, stages + free * (MT * STAGE) THREAD_IDS);
     ASYNC_COMMIT();
-    UNROLL for (uint u = 0; u < GROUPS; u++) {
-      uint4 x[NT], y[NT];
-      UNROLL for (uint n = 0; n < NT; n++) {
-        x[n] = *(DEVICE const uint4*)(halves + x_at[n] + u * (2 * PART));
-        y[n] = *(DEVICE const uint4*)(halves + x_at[n] + u * (2 * PART) + PART);
+    UNROLL for (uint u = 0; u < UNITS; u++) {
+      uint x[NT * MULS * 2];
+      UNROLL for (uint i = 0; i < NT * MULS / 2; i++) {
+        const uint n = i / (MULS / 2), part = u * (MULS / 2) + i % (MULS / 2);
+        const uint4 four = *(DEVICE const uint4*)(halves + x_at[n] + part * PART);
+        x[4 * i] = four.x, x[4 * i + 1] = four.y, x[4 * i + 2] = four.z, x[4 * i + 3] = four.w;
       }
       UNROLL for (uint m = 0; m < MT; m++) {
-        uint low[16];
+        uint low[MULS * 4];
         float s[2], b[2];
-        read_group<BITS>(stages + (stage * MT + m) * STAGE, u, step % 2 != 0, low, s, b THREAD_IDS);
-        THREAD const uint* high = low + 8;
+        read_unit<FORMAT>(stages + (stage * MT + m) * STAGE, u, step % 2 != 0, scale[m], low, s, b THREAD_IDS);
+        THREAD const uint* high = low + MULS * 2;
         UNROLL for (uint n = 0; n < NT; n++) {
-          const uint2 factor = *(DEVICE const uint2*)(factors + factor_at[n] + u * (2 * TILE_ROWS));
+          const uint2 factor = *(DEVICE const uint2*)(factors + factor_at[n] + u * MULS / 4 * (2 * TILE_ROWS));
           const float sum = as_type<float>(factor.x), inverse = as_type<float>(factor.y);
+          THREAD const uint* right = x + n * (MULS * 2);
           float c[4];
-          QUAD_MUL(c, low[0], high[0], low[1], high[1], x[n].x, x[n].y);
-          QUAD_FMA(c, low[2], high[2], low[3], high[3], x[n].z, x[n].w);
-          QUAD_FMA(c, low[4], high[4], low[5], high[5], y[n].x, y[n].y);
-          QUAD_FMA(c, low[6], high[6], low[7], high[7], y[n].z, y[n].w);
+          QUAD_MUL(c, low[0], high[0], low[1], high[1], right[0], right[1]);
+          UNROLL for (uint j = 2; j < MULS * 2; j += 2)
+            QUAD_FMA(c, low[j], high[j], low[j + 1], high[j + 1], right[j], right[j + 1]);
           UNROLL for (uint r = 0; r < 2; r++) {
             THREAD float* to = total + (m * NT + n) * 2 + r;
-            *to = fma(s[r], (c[2 * r] + c[2 * r + 1]) * inverse, *to);
-            *to = fma(b[r], sum, *to);
+            const float dot = c[2 * r] + c[2 * r + 1];
+            *to = FORMAT < MXFP4 ? fma(b[r], sum, fma(s[r], dot * inverse, *to)) : fma(s[r] * inverse, dot, *to);
           }
         }
       }
     }
-    halves += GROUPS * 2 * PART, factors += GROUPS * 2 * TILE_ROWS;
+    halves += UNITS * MULS / 2 * PART;
+    factors += FORMAT == DENSE ? step % 2 * (2 * TILE_ROWS) : UNITS * MULS / 4 * (2 * TILE_ROWS);
   }
 }
 
@@ -223,9 +294,13 @@ FN void store_sums(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint 
   }
 }
 
+#define QUAD_PRODUCT(NT, MT, STAGES, FORMAT)                                                                           \
+  quad_product<NT, MT, STAGES, FORMAT>(a, m.float_type, begin, end, from, stages, halves, factors, total THREAD_IDS);
+
 // The body of a kernel with arguments `args`, `fused`, halves, factors, squares, y and skip. args.split_k simdgroups
-// share the columns of a block of MT * 16 rows of W. STAGES: steps in threadgroup memory.
-#define QUADS(NT, MT, KIND, SIMDS, STAGES)                                                                             \
+// share the columns of a block of MT * 16 rows of W. STAGES: steps in threadgroup memory. With FLOATS, the formats are
+// FP8, mxfp4 and bf16.
+#define QUADS(NT, MT, KIND, SIMDS, STAGES, FLOATS)                                                                     \
   COPY(LinearArgs, a, args);                                                                                           \
   SHARED(uint4, memory, SIMDS * STAGES * MT * STAGE / 4);                                                              \
   SHARED(float, scales, NT * TILE_ROWS);                                                                               \
@@ -233,27 +308,34 @@ FN void store_sums(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint 
   const uint count = SIMDS / a.split_k, i = find_matrix(args, count * MT * 16, &block, &start);                        \
   COPY(Matrix, m, args.m[i]);                                                                                          \
   const WeightPtrs w = WEIGHT_PTRS(i);                                                                                 \
-  const uint steps = a.cols * m.format / 512, each = (steps + a.split_k - 1) / a.split_k, shift = m.format / 8;        \
+  const uint format = FLOATS || m.format == 8 ? m.format : 4;                                                          \
+  const uint bits = !FLOATS ? format : format == FP8 ? 8 : format == MXFP4 ? 4 : 16;                                   \
+  const uint steps = a.cols * bits / 512, each = (steps + a.split_k - 1) / a.split_k;                                  \
   const uint first = block * count * MT * 16, row = first + sg / a.split_k * MT * 16;                                  \
   const uint begin = min(sg % a.split_k * each, steps), end = min(begin + each, steps);                                \
   THREADGROUP uint* stages = (THREADGROUP uint*)memory + sg * (STAGES * MT * STAGE);                                   \
   StepPtrs<MT> from;                                                                                                   \
   UNROLL for (uint n = 0; n < MT; n++) {                                                                               \
     UNROLL for (uint r = 0; r < 2; r++)                                                                                \
-      from.codes[n * 2 + r] = w.codes + min(row + n * 16 + r * 8 + lane / 4, m.rows - 1) * (a.cols / 8 * m.format) +   \
+      from.codes[n * 2 + r] = w.codes + min(row + n * 16 + r * 8 + lane / 4, m.rows - 1) * (a.cols / 8 * bits) +       \
                               begin * 64 + lane % 4 * 16;                                                              \
-    from.scales[n] = (lane % 2 == 0 ? w.scales : w.biases) + min(row + n * 16 + lane / 2, m.rows - 1) * (a.cols / 32); \
+    const uint r = min(row + n * 16 + lane / 2, m.rows - 1);                                                           \
+    from.scales[n] = (FLOATS || lane % 2 == 0 ? w.scales : w.biases) +                                                 \
+                     (FLOATS ? scale_row(m, r) * row_scale_bytes(m, a.cols) : r * (a.cols / 32));                      \
   }                                                                                                                    \
   UNROLL for (uint n = 0; n < STAGES - 1; n++) {                                                                       \
-    if (begin + n < end) copy_step(from, begin + n, shift, stages + n * (MT * STAGE) THREAD_IDS);                      \
+    if (begin + n < end) copy_step(from, format, begin + n, stages + n * (MT * STAGE) THREAD_IDS);                     \
     ASYNC_COMMIT();                                                                                                    \
   }                                                                                                                    \
   AWAIT();                                                                                                             \
   if (is_skipped(a.can_skip, skip)) return;                                                                            \
   row_scales<NT, SIMDS>(a, squares, scales THREAD_IDS);                                                                \
   float total[MT * NT * 2];                                                                                            \
-  if (m.format == 4) quad_product<NT, MT, STAGES, 4>(a, begin, end, from, stages, halves, factors, total THREAD_IDS);  \
-  else quad_product<NT, MT, STAGES, 8>(a, begin, end, from, stages, halves, factors, total THREAD_IDS);                \
+  if (FLOATS && format == FP8) QUAD_PRODUCT(NT, MT, STAGES, FP8)                                                       \
+  else if (FLOATS && format == MXFP4) QUAD_PRODUCT(NT, MT, STAGES, MXFP4)                                              \
+  else if (FLOATS) QUAD_PRODUCT(NT, MT, STAGES, DENSE)                                                                 \
+  else if (format == 4) QUAD_PRODUCT(NT, MT, STAGES, 4)                                                                \
+  else QUAD_PRODUCT(NT, MT, STAGES, 8)                                                                                 \
   BARRIER();                                                                                                           \
   THREADGROUP float* part = (THREADGROUP float*)memory;                                                                \
   UNROLL for (uint n = 0; n < MT * NT * 2; n++) part[(sg * (MT * NT * 2) + n) * 32 + lane] = total[n];                 \
@@ -262,31 +344,35 @@ FN void store_sums(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint 
 
 // Grid (ceil(rows of x / (4 * NT)), sum over matrices of ceil(rows / (16 * MT * SIMDS / split_k))), SIMDS * 32 threads.
 // The number of simdgroups that share the columns depends on W only, and nothing else changes a result.
-#define LINEAR_QUADS(KIND_OF_KERNEL, name, NT, MT, SIMDS, STAGES)                                                      \
+#define LINEAR_QUADS(KIND_OF_KERNEL, name, NT, MT, SIMDS, STAGES, FLOATS)                                              \
   KIND_OF_KERNEL(name, ARGS_IN_PLACE(LinearArgs, args), IN(uint, halves, 1), IN(float, factors, 2),                    \
                  IN(float, squares, 3), OUT(float, y, 4), MATRICES(5), IN(uint, skip, 17)) {                           \
     const Fused fused = {};                                                                                            \
-    QUADS(NT, MT, PLAIN, SIMDS, STAGES)                                                                                \
+    QUADS(NT, MT, PLAIN, SIMDS, STAGES, FLOATS)                                                                        \
   }
 
 // `pair` and `trio` kernels have a half or a third as many simdgroups for the same rows of W, so they read x less often.
-LINEAR_QUADS(KERNEL, gemv_tiles_4, 1, 1, 8, 2)
-LINEAR_QUADS(WIDE_KERNEL, gemv_tiles_pair_4, 1, 2, 8, 2)
-LINEAR_QUADS(WIDE_KERNEL, gemv_tiles_8, 2, 1, 8, 4)
-LINEAR_QUADS(WIDE_KERNEL, gemv_tiles_pair_8, 2, 2, 8, 2)
-LINEAR_QUADS(WIDEST_KERNEL, gemv_tiles_trio_8, 2, 3, 4, 2)
-LINEAR_QUADS(WIDE_KERNEL, gemv_tiles_16, 4, 1, 8, 4)
-LINEAR_QUADS(WIDEST_KERNEL, gemv_tiles_wide_16, 4, 2, 4, 4)
+LINEAR_QUADS(KERNEL, gemv_tiles_4, 1, 1, 8, 2, false)
+LINEAR_QUADS(WIDE_KERNEL, gemv_tiles_pair_4, 1, 2, 8, 2, false)
+LINEAR_QUADS(WIDE_KERNEL, gemv_tiles_8, 2, 1, 8, 4, false)
+LINEAR_QUADS(WIDE_KERNEL, gemv_tiles_pair_8, 2, 2, 8, 2, false)
+LINEAR_QUADS(WIDEST_KERNEL, gemv_tiles_trio_8, 2, 3, 4, 2, false)
+LINEAR_QUADS(WIDE_KERNEL, gemv_tiles_16, 4, 1, 8, 4, false)
+LINEAR_QUADS(WIDEST_KERNEL, gemv_tiles_wide_16, 4, 2, 4, 4, false)
+LINEAR_QUADS(KERNEL, gemv_tiles_floats_4, 1, 1, 8, 4, true)
+LINEAR_QUADS(WIDE_KERNEL, gemv_tiles_floats_8, 2, 1, 8, 4, true)
+LINEAR_QUADS(WIDE_KERNEL, gemv_tiles_floats_16, 4, 1, 8, 4, true)
 
-#define CONV_QUADS(KIND_OF_KERNEL, name, MT, STAGES)                                                                   \
+#define CONV_QUADS(KIND_OF_KERNEL, name, MT, STAGES, FLOATS)                                                           \
   KIND_OF_KERNEL(name, ARGS_IN_PLACE(ConvArgs, b), IN(uint, halves, 1), IN(float, factors, 2), IN(float, squares, 3),  \
                  OUT(float, y, 4), IN(float, conv_weight, 5), IN(float, replay, 6), OUT(float, state, 7),              \
                  OUT(float, mixed, 8), MATRICES(9), IN(uint, skip, 21)) {                                              \
     CONSTANT LinearArgs& args = b.product;                                                                             \
     const Fused fused = {conv_weight, replay, state, mixed, b.replay, 0, 0, 0, 0};                                     \
-    QUADS(1, MT, CONV, 8, STAGES)                                                                                      \
+    QUADS(1, MT, CONV, 8, STAGES, FLOATS)                                                                              \
   }
 
-CONV_QUADS(KERNEL, gemv_tiles_conv, 1, 2)
-CONV_QUADS(WIDE_KERNEL, gemv_tiles_pair_conv, 2, 2)
+CONV_QUADS(KERNEL, gemv_tiles_conv, 1, 2, false)
+CONV_QUADS(WIDE_KERNEL, gemv_tiles_pair_conv, 2, 2, false)
+CONV_QUADS(KERNEL, gemv_tiles_floats_conv, 1, 4, true)
 #endif

@@ -111,6 +111,9 @@ struct SumTile { float v[8]; };
 #define SUM_TILE SumTile
 #define HALF2(x, y) half2_bits(x, y)
 #define HALF2_SUB(x, y) half2_sub(x, y)
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+#define E4M3_HALF2(q) e4m3_half2(q)
+#endif
 #define TILE_ZERO(sum) tile_zero(sum)
 #define TILE_LOAD(tile, p, pitch) tile_load(tile, p, pitch)
 #define TILE_LOAD_T(tile, p, pitch) tile_load(tile, p, pitch)
@@ -158,6 +161,11 @@ FN void quad_fma(float* c, uint a0, uint a1, uint a2, uint a3, uint b0, uint b1)
 FN uint half2_bits(float x, float y) {
   uint bits;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(y), "f"(x));
+  return bits;
+}
+FN uint e4m3_half2(uint q) {
+  uint bits;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(bits) : "h"((ushort)q));
   return bits;
 }
 FN uint half2_sub(uint x, uint y) {

@@ -163,6 +163,8 @@ pub fn close(what: &str, found: &[f32], expected: &[f64]) {
 
 pub const AFFINE4: WeightFormat = WeightFormat::Affine { bits: 4, group: 64, scale: Float::Bf16 };
 pub const AFFINE8: WeightFormat = WeightFormat::Affine { bits: 8, group: 64, scale: Float::Bf16 };
+pub const FP8: WeightFormat = WeightFormat::Fp8(Some(Float::Bf16));
+pub const BF16: WeightFormat = WeightFormat::Dense(Float::Bf16);
 
 /// The launch with the kernel that reads its row from the cache instead of threadgroup memory. `None` if there is none.
 pub fn direct(launch: &Launch) -> Option<Launch> {

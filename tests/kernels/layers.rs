@@ -225,7 +225,9 @@ fn delta_case(op: DeltaShape, chunks: &[&[usize]]) {
 fn fused_delta_layer_equals_separate_launches() {
     let few_bits = WeightFormat::Affine { bits: 3, group: 32, scale: Float::F16 };
     // Matrix units need rows that are multiples of 128.
-    for (codes, value_dim) in [(AFFINE4, 48), (AFFINE8, 48), (few_bits, 48), (AFFINE4, 32), (AFFINE8, 32)] {
+    let untiled = [AFFINE4, AFFINE8, few_bits].map(|codes| (codes, 48));
+    let tiled = [AFFINE4, AFFINE8, FP8, WeightFormat::Mxfp4].map(|codes| (codes, 32));
+    for (codes, value_dim) in untiled.into_iter().chain(tiled) {
         let is_tiled = value_dim == 32;
         let shape = &delta(2, 4, 64, value_dim);
         let (hidden, channels, values, heads) = (128, shape.channels(), shape.values(), shape.value_heads);

@@ -201,6 +201,12 @@ fn tiled_rows_are_exact() {
         (&[(AFFINE8, 20_490)], 384, 7, true, false),
         (&[(AFFINE4, 65_540)], 128, 5, false, false),
         (&[(AFFINE4, 65_540)], 384, 9, false, false),
+        (&[(FP8, 269)], 384, 1, false, true),
+        (&[(FP8, 149), (BF16, 9), (WeightFormat::Fp8(Some(Float::F32)), 17)], 5120, 7, true, false),
+        (&[(WeightFormat::Mxfp4, 40), (WeightFormat::Mxfp4, 3)], 2176, 4, true, false),
+        (&[(WeightFormat::Mxfp4, 8200)], 384, 15, false, true),
+        (&[(BF16, 37), (FP8, 1)], 640, 11, false, true),
+        (&[(BF16, 65_540), (FP8, 1)], 128, 2, false, false),
     ] {
         let mut case = TiledCase::new(shapes, cols, tokens, norm, add);
         let found = case.run(0..tokens);
@@ -228,6 +234,8 @@ fn tiled_rows_ignore_their_neighbours() {
         (&[(AFFINE4, 8194), (AFFINE8, 5)], 256),
         (&[(AFFINE4, 12_670), (AFFINE8, 5)], 128),
         (&[(AFFINE4, 20_480), (AFFINE8, 5)], 128),
+        (&[(FP8, 130), (BF16, 9)], 640),
+        (&[(WeightFormat::Mxfp4, 20)], 1152),
     ] {
         let mut case = TiledCase::new(shapes, cols, 21, true, true);
         // Rows with NaN and infinity among the others.
@@ -254,13 +262,60 @@ fn tiled_rows_ignore_their_neighbours() {
 #[test]
 fn tiled_values_of_any_size_are_exact() {
     for exponent in [-120, -40, 0, 40, 110] {
-        let mut case = TiledCase::new(&[(AFFINE4, 16)], 256, 2, false, false);
-        case.x.iter_mut().for_each(|value| *value *= 2f32.powi(exponent));
+        for codes in [AFFINE4, FP8, WeightFormat::Mxfp4] {
+            let mut case = TiledCase::new(&[(codes, 16)], 256, 2, false, false);
+            case.x.iter_mut().for_each(|value| *value *= 2f32.powi(exponent));
+            case.x_at = case.host.floats(&case.x.clone());
+            let found = case.run(0..2);
+            let expected = product(&wide(&case.x), &case.samples[0].values, 256);
+            let off = difference(&found, &expected);
+            assert!(off <= 2e-6, "{codes:?}, 2^{exponent}: {off:.1e}");
+        }
+    }
+}
+
+#[test]
+fn tiled_bf16_of_any_size_is_exact() {
+    let mut random = Random(4);
+    for spread in [1, 20, 60, 200] {
+        let mut case = TiledCase::new(&[(BF16, 19), (FP8, 1)], 384, 3, false, false);
+        let sample = &mut case.samples[0];
+        let exponents = (0..).map(|_| random.below(spread) as i32 - spread as i32 / 2);
+        let values = sample.values.iter().zip(exponents).map(|(value, exponent)| value * 2f64.powi(exponent));
+        let values: Vec<_> = values.map(half::bf16::from_f64).collect();
+        sample.values = values.iter().map(|value| value.to_f64()).collect();
+        sample.matrix.parts[0] =
+            case.host.bytes(&values.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<_>>());
+        let found = case.run(0..3);
+        for (row, found) in case.x.chunks(384).zip(found.chunks(20)) {
+            let expected = product(&wide(row), &case.samples[0].values, 384);
+            let off = difference(&found[..19], &expected);
+            assert!(off <= 2e-6, "2^{spread}: {off:.1e}");
+        }
+    }
+}
+
+/// Row r of W has code r in column r % 128, and code 0 elsewhere. All scales are 1.
+#[test]
+fn tiled_products_decode_every_code() {
+    for (codes, count) in [(FP8, 256), (WeightFormat::Mxfp4, 16)] {
+        let mut case = TiledCase::new(&[(codes, count)], 128, 1, false, false);
+        let row_bytes = codes.row_bytes(128)[0];
+        let (mut bytes, bits) = (vec![0; count * row_bytes], row_bytes / 16);
+        for code in 0..count {
+            let bit = code % 128 * bits;
+            bytes[code * row_bytes + bit / 8] |= (code << (bit % 8)) as u8;
+        }
+        let scales = if codes == FP8 { [0x80, 0x3f].repeat(2) } else { [127; 4].repeat(count) };
+        let parts = [bytes, scales, vec![]];
+        case.samples[0].matrix.parts = [0, 1, 2].map(|part| case.host.bytes(&parts[part]));
+        case.x.fill(1.0);
         case.x_at = case.host.floats(&case.x.clone());
-        let found = case.run(0..2);
-        let expected = product(&wide(&case.x), &case.samples[0].values, 256);
-        let off = difference(&found, &expected);
-        assert!(off <= 2e-6, "2^{exponent}: {off:.1e}");
+        let expected = product(&[1.0; 128], &values(codes, count, 128, 1.0, &parts), 128);
+        for (code, (found, expected)) in case.run(0..1).into_iter().zip(expected).enumerate() {
+            let is_nan = codes == FP8 && code % 128 == 127;
+            assert!(if is_nan { found.is_nan() } else { f64::from(found) == expected }, "{codes:?} {code}: {found}");
+        }
     }
 }
 

@@ -292,8 +292,9 @@ mod tests {
         assert_eq!(uncached.read_cache(), None);
     }
 
-    /// Kernels of `linear` and `moe` that decoding, drafts and short prompts use with 4-bit and 8-bit weights.
-    const DECODE_KERNELS: [&str; 27] = [
+    /// Kernels of `linear` and `moe` that decoding, drafts and short prompts use with 4-bit and 8-bit weights, and those of
+    /// FP8, mxfp4 and bf16 on matrix units.
+    const DECODE_KERNELS: [&str; 31] = [
         "gemm_short_16",
         "gemm_short_32",
         "gemm_short_64",
@@ -314,6 +315,10 @@ mod tests {
         "gemv_tiles_pair_conv",
         "gemv_tiles_wide_16",
         "gemv_tiles_conv",
+        "gemv_tiles_floats_16",
+        "gemv_tiles_floats_4",
+        "gemv_tiles_floats_8",
+        "gemv_tiles_floats_conv",
         "moe_gate_up",
         "moe_down",
         "moe_gate_up_grouped",

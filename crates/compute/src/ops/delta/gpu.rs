@@ -208,6 +208,7 @@ impl DeltaNet<'_> {
         let (kernel, at) = match launch.kernel {
             "gemv_tiles_4" => ("gemv_tiles_conv", 4..4),
             "gemv_tiles_pair_4" => ("gemv_tiles_pair_conv", 4..4),
+            "gemv_tiles_floats_4" => ("gemv_tiles_floats_conv", 4..4),
             "gemv_norm_1" => ("gemv_conv", 3..4),
             _ => ("gemv_any_conv", 3..4),
         };

@@ -9,7 +9,7 @@ use super::{
 };
 use crate::{
     device::{Binding, Launch, Region, SkipUse},
-    ops::{Weight, quant::fast},
+    ops::{Float, Weight, WeightFormat, quant::fast},
 };
 
 /// Number of columns of a group, which has a scale of its own in W and in x.
@@ -31,12 +31,24 @@ fn splits(width: usize) -> usize {
     }
 }
 
+/// The formats of a product on matrix units, which have their own kernels and order of the columns of x.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum TileFormats {
+    /// Affine with 4 or 8 bits.
+    Affine,
+    /// FP8 and mxfp4, and bf16 beside them.
+    Floats,
+}
+
 /// The kernel for this many rows of x and of W: its name, rows of x, tiles of W per simdgroup, and simdgroups. It
 /// changes no byte. The limits are those of an H200: with fewer rows of W, two tiles per simdgroup would leave
 /// multiprocessors idle, and in the middle, the threadgroups of the other kernels fill a bit more than the GPU once.
-fn kernel(tokens: usize, width: usize) -> (&'static str, usize, usize, usize) {
+fn kernel(formats: TileFormats, tokens: usize, width: usize) -> (&'static str, usize, usize, usize) {
     let is_middle = (12_673..=20_480).contains(&width);
     match tokens {
+        0..=4 if formats == TileFormats::Floats => ("gemv_tiles_floats_4", 4, 1, 8),
+        5..=8 if formats == TileFormats::Floats => ("gemv_tiles_floats_8", 8, 1, 8),
+        _ if formats == TileFormats::Floats => ("gemv_tiles_floats_16", 16, 1, 8),
         0..=4 if is_middle => ("gemv_tiles_pair_4", 4, 2, 8),
         0..=4 => ("gemv_tiles_4", 4, 1, 8),
         5..=8 if (20_481..=65_536).contains(&width) => ("gemv_tiles_trio_8", 8, 3, 4),
@@ -71,12 +83,26 @@ impl Linear<'_> {
     /// Number of words of the buffer for the split rows, or 0 if the product does not run on matrix units.
     pub fn split_words(&self, min_weights: usize) -> usize {
         let cols = self.cols();
-        let is_fast = |m: &Weight| fast(m.codes, m.global_scale, m.cols, &[4, 8]);
         let fits = cols.is_multiple_of(2 * GROUP)
             && self.width() * cols >= min_weights
             && self.norm.is_none_or(|norm| norm.keep.is_none())
-            && self.matrices.iter().all(is_fast);
+            && self.tile_formats().is_some();
         if fits { self.split_parts().iter().sum() } else { 0 }
+    }
+
+    /// `None` if the kernels for tiles cannot read these matrices, or if all are bf16: on an H200, vector units take 0.6
+    /// of the time for one row.
+    fn tile_formats(&self) -> Option<TileFormats> {
+        let is_packed = |m: &Weight| matches!(m.codes, WeightFormat::Mxfp4 | WeightFormat::Fp8(Some(_)));
+        let is_float =
+            |m: &Weight| (is_packed(m) || m.codes == WeightFormat::Dense(Float::Bf16)) && m.global_scale == 1.0;
+        if self.matrices.iter().all(|m| fast(m.codes, m.global_scale, m.cols, &[4, 8])) {
+            Some(TileFormats::Affine)
+        } else if self.matrices.iter().all(is_float) && self.matrices.iter().any(is_packed) {
+            Some(TileFormats::Floats)
+        } else {
+            None
+        }
     }
 
     /// The launches of rows that are computed as in decoding.
@@ -96,7 +122,7 @@ impl Linear<'_> {
             tiles.buffer.part(halves, factors),
             tiles.buffer.part(halves + factors, squares),
         ];
-        Some([self.split(parts, source), self.tile_product(parts)])
+        Some([self.split(parts, source), self.tile_product(parts, self.tile_formats()?)])
     }
 
     /// Number of words of each part of the split rows. Whole tiles of rows are stored.
@@ -117,7 +143,7 @@ impl Linear<'_> {
             RowSource::Swiglu => (2 * cols, x.first(0), [3, 0, 0], 0.0),
         };
         let mut words = [cols, stride, kind, heads, size].map(|word| word as u32).to_vec();
-        words.push(eps.to_bits());
+        words.extend([eps.to_bits(), (self.tile_formats() == Some(TileFormats::Floats)).into()]);
         let mut bindings = vec![Binding::read(x.floats(tokens * stride)), Binding::read(second)];
         bindings.extend(parts.map(Binding::write));
         Launch {
@@ -130,7 +156,7 @@ impl Linear<'_> {
         }
     }
 
-    fn tile_product(&self, parts: [Region; 3]) -> Launch {
+    fn tile_product(&self, parts: [Region; 3], formats: TileFormats) -> Launch {
         let Self { tokens, norm, matrices, y, add, .. } = *self;
         let width = self.width();
         let y = y.floats(tokens * width);
@@ -139,7 +165,7 @@ impl Linear<'_> {
         bindings.extend(pad_to_four(matrices).flat_map(Weight::bindings));
         bindings.push(Binding::no_skip_flag(parts[0]));
         let splits = splits(width);
-        let (kernel, batch, tiles, simds) = kernel(tokens, width);
+        let (kernel, batch, tiles, simds) = kernel(formats, tokens, width);
         let rows = BLOCK_ROWS * tiles * simds / splits;
         let blocks: usize = matrices.iter().map(|m| m.rows.div_ceil(rows)).sum();
         let sizes = [tokens, self.cols(), width];

@@ -31,7 +31,9 @@ pub fn cases(b: &mut KernelCheck<'_, impl Driver>) -> Result<(), DeviceError> {
     case(b, shape, affine(8, 64), 1, 192)?;
     b.gpu.set_direct(false);
     if b.gpu.tile_all_rows(true) {
-        case(b, shape, affine(4, 64), 1, 256)?;
+        for codes in [affine(4, 64), WeightFormat::Mxfp4] {
+            case(b, shape, codes, 1, 256)?;
+        }
         // With this many rows of W, a simdgroup has two tiles of them.
         case(b, &DeltaShape { value_heads: 192, ..*shape }, affine(4, 64), 1, 128)?;
         b.gpu.tile_all_rows(false);

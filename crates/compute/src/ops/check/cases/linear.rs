@@ -12,13 +12,14 @@ const fn affine(bits: u8, group: u16, scale: Float) -> WeightFormat {
     WeightFormat::Affine { bits, group, scale }
 }
 
-/// Affine formats with 4 or 8 bits and groups of 64 have their own kernels. All other formats share one kernel.
+/// Affine formats with 4 or 8 bits and groups of 64 have their own kernels. All other formats share one kernel, except on
+/// matrix units.
 pub const FORMATS: [[WeightFormat; 2]; 7] = [
     [affine(4, 64, Float::Bf16), affine(8, 64, Float::Bf16)],
     [affine(2, 32, Float::F16), affine(3, 64, Float::Bf16)],
     [affine(5, 128, Float::F32), affine(6, 32, Float::Bf16)],
-    [WeightFormat::Mxfp4, WeightFormat::Nvfp4],
-    [WeightFormat::Mxfp8, WeightFormat::Dense(Float::Bf16)],
+    [WeightFormat::Mxfp4, WeightFormat::Dense(Float::Bf16)],
+    [WeightFormat::Mxfp8, WeightFormat::Nvfp4],
     [WeightFormat::Dense(Float::F16), WeightFormat::Dense(Float::F32)],
     [WeightFormat::Fp8(Some(Float::Bf16)), WeightFormat::Fp8(Some(Float::F32))],
 ];
