@@ -93,7 +93,7 @@ template <class To, class From> To as_type(From from) {
 #define QUAD_MUL(c, a0, a1, a2, a3, b0, b1) host::quad_mul(__LINE__, c, {a0, a1, a2, a3}, {b0, b1})
 #define QUAD_LOAD(a, p, pitch) host::quad_load(a, p, pitch)
 #define ASYNC_COPY(to, from) host::async_copy(to, from, sizeof *(to))
-#define ASYNC_COMMIT() host::now().copies.emplace_back()
+#define ASYNC_COMMIT() host::open_copies(), host::now().copies.emplace_back()
 #define ASYNC_WAIT(n) host::async_wait(__LINE__, n)
 #define QUAD_SUM(x) host::reduce(host::QuadSum, __LINE__, x)
 #define QUAD_MAX(x) host::reduce(host::QuadMax, __LINE__, x)
@@ -107,7 +107,7 @@ struct QuadStep { uint a[4], b[2]; float* sums; };
 struct Copy { void* to; const void* from; size_t bytes; };
 struct Thread {
   Fiber fiber;
-  std::deque<std::vector<Copy>> copies;  // by commit; the last group is open
+  std::deque<std::vector<Copy>> copies;  // by commit; the last group is open; empty before the first copy
   QuadStep quad;
   State state = Ready;
   int site = 0;
@@ -174,9 +174,13 @@ inline float shuffle(int site, float x, uint from) {
   return as_type<float>(meet(Shuffle, site, as_type<uint>(x)));
 }
 
+inline std::vector<Copy>& open_copies() {
+  auto& copies = now().copies;
+  return copies.empty() ? copies.emplace_back() : copies.back();
+}
 inline void async_copy(void* to, const void* from, size_t bytes) {
   if ((size_t)to % bytes || (size_t)from % bytes) die("a copy that is not aligned", group->now, group->now);
-  now().copies.back().push_back({to, from, bytes});
+  open_copies().push_back({to, from, bytes});
 }
 // Completes all but the last `left` groups of copies, then waits for the simdgroup.
 inline void async_wait(int site, size_t left) {
@@ -302,7 +306,7 @@ inline void run_group(uint3 id, uint count, bool backwards) {
   for (uint i = 0; i < count; i++) {
     Thread& t = group->threads[i];
     t.state = Ready, t.site = 0, t.awaited = false;
-    t.copies.assign(1, {});
+    t.copies.clear();
     start(t.fiber, [] { (*body)(); now().state = Done, pass_on(); }, i);
   }
   for (bool over = false; !over;) {
