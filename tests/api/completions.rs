@@ -291,8 +291,8 @@ async fn logprobs_cover_exactly_the_text() {
         .flat_map(|(start, _)| [1, 2, 5].map(|chars| SAYS[start..].chars().take(chars).collect::<String>()));
     for (stop, echo) in starts.map(Some).chain([None]).flat_map(|stop| [(stop.clone(), false), (stop, true)]) {
         let body = json!({"prompt": "\u{6771}", "max_tokens": 60, "logprobs": 0, "stop": stop, "echo": echo});
-        let whole = server.ask(PATH, &body).await["choices"][0].clone();
-        let chunks = server.stream(PATH, &with(body, json!({"stream": true}))).await;
+        let whole = server.ask(COMPLETIONS, &body).await["choices"][0].clone();
+        let chunks = server.stream(COMPLETIONS, &with(body, json!({"stream": true}))).await;
         for field in ["tokens", "token_logprobs", "top_logprobs", "text_offset"] {
             let streamed =
                 chunks.iter().flat_map(|chunk| chunk["choices"][0]["logprobs"][field].as_array().unwrap().clone());

@@ -387,11 +387,11 @@ async fn thread_is_refused_with_details() {
     let server = Server::saying("</think>\n\nHello.").await;
     for stream in [false, true] {
         let body = with(question(), json!({"thread": {"type": "create"}, "stream": stream}));
-        let answer = server.post(PATH, &body).await;
+        let answer = server.post(MESSAGES, &body).await;
         assert_eq!(answer.status, 400);
         let details = json!({"error_code": "thread_unsupported_request", "unsupported": ["thread"]});
         assert_eq!(answer.json().await["error"]["details"], details);
     }
-    let other = server.post(PATH, &with(question(), json!({"container": "x"}))).await.json().await;
+    let other = server.post(MESSAGES, &with(question(), json!({"container": "x"}))).await.json().await;
     assert_eq!(other["error"]["details"], Value::Null);
 }
