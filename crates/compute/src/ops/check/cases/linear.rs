@@ -49,9 +49,10 @@ pub fn cases(b: &mut KernelCheck<'_, impl Driver>) -> Result<(), DeviceError> {
             }
             if let WeightFormat::Affine { bits: 4, group: 64, .. } = codes[0] {
                 // The number of rows of W chooses the number of simdgroups and the rows that each has.
-                for (rows, tokens) in [(12_700, [2, 7, 9]), (8200, [3, 6, 10]), (4100, [1, 5, 12])] {
+                let sizes = [(20_490, &[6][..]), (12_700, &[2, 7, 9]), (8200, &[3, 6, 10]), (4100, &[1, 5, 12])];
+                for (rows, tokens) in sizes {
                     let matrices = [b.weight(codes[0], rows, 128)?, b.weight(codes[1], 18, 128)?];
-                    for tokens in tokens {
+                    for &tokens in tokens {
                         product(b, &matrices, tokens, [true, false], CLOSE)?;
                     }
                 }
