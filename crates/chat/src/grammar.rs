@@ -145,8 +145,8 @@ impl GrammarCompiler {
             (None, None) => return Err(FormatError::new("", "There is no tool to call.")),
             (None, Some(content)) => vec![content],
             (Some(tools), content) => {
-                let is_text = format.content == ContentFormat::Text;
-                self.with_calls(tools, content.map(|content| (content, is_text)), cancel)?
+                let text_before_calls = format.content == ContentFormat::Text;
+                self.with_calls(tools, content, text_before_calls, cancel)?
             }
         };
         self.build(grammars, cancel).map_err(|reason| {
@@ -172,26 +172,28 @@ impl GrammarCompiler {
     /// The error of a tool that does not compile alone.
     fn tool_error(&self, tool: &(usize, Value), cancel: &CancelFlag) -> Option<FormatError> {
         let alone = AllowedTools { tools: vec![tool.clone()], parallel: false };
-        let reason = self.build(self.with_calls(&alone, None, cancel).ok()?, cancel).err()?;
+        let reason = self.build(self.with_calls(&alone, None, false, cancel).ok()?, cancel).err()?;
         Some(FormatError { tool: Some(tool.0), ..FormatError::new("", reason) })
     }
 
-    /// The grammar of an answer that is either `content` or tool calls, or calls after content if the flag beside it is
-    /// true: text has no token of a call. If `content` is `None`, only calls are allowed.
+    /// The grammar of an answer that is either `content` or tool calls. If `content` is `None`, only calls are allowed.
+    /// With `text_before_calls`, `content` is any text, and calls may follow it if calls begin with a markup token, which
+    /// text cannot contain.
     fn with_calls(
         &self,
         tools: &AllowedTools,
-        content: Option<(GrammarWithLexer, bool)>,
+        content: Option<GrammarWithLexer>,
+        text_before_calls: bool,
         cancel: &CancelFlag,
     ) -> Result<Vec<GrammarWithLexer>, FormatError> {
         let calls = tool_calls::write(tools, self.markup.call.is_some(), cancel)?;
         let start = match content {
-            Some((_, true)) if self.markup.call.is_some() => "start: @content calls?",
+            Some(_) if text_before_calls && self.markup.call.is_some() => "start: @content calls?",
             Some(_) => "start: @content | calls",
             None => "start: calls",
         };
         let mut grammars = vec![GrammarWithLexer::from_lark(format!("{start}\n{}", calls.lark))];
-        grammars.extend(content.map(|(content, _)| GrammarWithLexer { name: Some("content".into()), ..content }));
+        grammars.extend(content.map(|content| GrammarWithLexer { name: Some("content".into()), ..content }));
         grammars.extend(calls.values);
         Ok(grammars)
     }

@@ -11,7 +11,7 @@
 //! | `template` | chat templates, with Python's text functions and limits |
 //! | `tokenizer`, `decoder`, `stop` | encoding, and where a long text may be cut; ids to text; stop strings |
 //! | `message_ends`, `json_numbers` | ends of messages, for snapshots; JSON numbers of any size |
-//! | `json_repair` | JSON that `serde_json` refuses |
+//! | `json_repair` | huge numbers and half surrogate pairs in JSON, which `serde_json` refuses |
 //! | `schema` | references of JSON schemas, the values and parameters that they allow |
 //! | `parser` | text to reasoning, content and tool calls |
 //! | `grammar` | JSON schemas, regular expressions and Lark grammars to token masks, with limits |

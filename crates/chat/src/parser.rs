@@ -150,7 +150,8 @@ impl Parser {
         }
     }
 
-    /// Reads calls exactly as [`GrammarCompiler`](crate::grammar::GrammarCompiler) constrains them.
+    /// Reads the calls that `exact_calls` names exactly, in the form to which
+    /// [`GrammarCompiler`](crate::grammar::GrammarCompiler) constrains them.
     #[must_use]
     pub fn with_exact_calls(mut self, exact_calls: ExactCalls) -> Self {
         self.exact_calls = exact_calls;

@@ -128,7 +128,8 @@ pub fn excluding_parts<'a>(one_of: &'a [Value], document: &Document<'a>) -> Opti
 
 /// The names that an object requires, also if `schema` is a reference.
 fn required<'a>(schema: &'a Value, document: &Document<'a>) -> Option<Vec<&'a str>> {
-    let named = schema.get("required").or_else(|| document.target(schema)?.get("required"));
+    let named =
+        schema.get("required").filter(|names| !names.is_null()).or_else(|| document.target(schema)?.get("required"));
     named?.as_array()?.iter().map(Value::as_str).collect()
 }
 
@@ -158,7 +159,19 @@ mod tests {
         let required = |tag: &str| json!({"allOf": [{"type": "object", "properties": {"kind": {"const": tag}}}, {"type": "object", "required": ["kind"]}]});
         let pets = json!({"oneOf": [tagged("cat"), tagged("dog")], "discriminator": {"propertyName": "kind"}});
         assert_eq!(prepare(&pets, false).unwrap()["anyOf"], json!([required("cat"), required("dog")]));
+        let mut optional = pets.clone();
+        optional["oneOf"].as_array_mut().unwrap().push(json!({"type": "null"}));
+        for strict in [false, true] {
+            let prepared = prepare(&optional, strict).unwrap();
+            assert_eq!(prepared["anyOf"], json!([required("cat"), required("dog"), {"type": "null"}]));
+        }
+        let mut unset = map(json!({"enum": ["a"]}));
+        unset["additionalProperties"] = Value::Null;
+        let mut named = json!({"type": "object", "patternProperties": {"^x": {"type": "null"}}});
+        named["propertyNames"] = Value::Null;
         for (schema, key, expected) in [
+            (unset, "properties", json!({"a": true})),
+            (named, "patternProperties", json!({"^x": {"type": "null"}})),
             (pets, "anyOf", json!([required("cat"), required("dog")])),
             (list(json!({"type": "boolean"})), "enum", json!([[], [true], [false], [true, false], [false, true]])),
             (pairs, "enum", json!([["a", "b"], ["a", null], ["b", "a"], ["b", null], [null, "a"], [null, "b"]])),

@@ -4,7 +4,7 @@
 
 use super::{
     disjoint, equivalents,
-    expressions::{can_enforce, has_complex_length},
+    expressions::{LengthChecker, MAX_LENGTH, can_enforce},
     format::FormatError,
     look_ahead,
     schema_references::{self, subschemas},
@@ -81,6 +81,7 @@ pub fn prepare(schema: &Value, strict: bool) -> Result<Value, FormatError> {
         subschemas_left: MAX_SUBSCHEMAS,
         properties_left: MAX_PROPERTIES,
         steps_left: disjoint::MAX_STEPS,
+        lengths: LengthChecker::new(),
         definition_names: HashMap::new(),
         pending: Vec::new(),
     };
@@ -124,6 +125,7 @@ struct Preparation<'a> {
     properties_left: usize,
     /// Steps that are left to read values and to compare alternatives.
     steps_left: usize,
+    lengths: LengthChecker,
     /// Names in the prepared `$defs` of the parts that references lead to, by the address of the part.
     definition_names: HashMap<*const Value, String>,
     /// Definitions that are not prepared yet.
@@ -226,8 +228,13 @@ impl<'a> Preparation<'a> {
             };
             prepared.insert(key.clone(), value);
         }
-        if !self.strict && has_complex_length(&patterns, &prepared) {
-            ["minLength", "maxLength"].iter().for_each(|key| _ = prepared.shift_remove(*key));
+        if !self.strict {
+            if prepared.get("maxLength").and_then(Value::as_u64).is_some_and(|max| max > MAX_LENGTH) {
+                prepared.shift_remove("maxLength");
+            }
+            if self.lengths.is_complex(&patterns, &prepared) {
+                ["minLength", "maxLength"].iter().for_each(|key| _ = prepared.shift_remove(*key));
+            }
         }
         if patterns.len() > 1 {
             let all = prepared.entry("allOf").or_insert_with(|| json!([])).as_array_mut();
@@ -268,8 +275,8 @@ impl<'a> Preparation<'a> {
         Ok(())
     }
 
-    /// Replaces a strict `oneOf` by alternatives of which only one can match. Each requires OpenAPI's `discriminator`, which
-    /// Pydantic does not list in `required` if it has a default.
+    /// Replaces a strict `oneOf` by alternatives of which only one can match. Each one for objects requires
+    /// OpenAPI's `discriminator`, which Pydantic does not list in `required` if it has a default.
     fn replace_one_of(
         &mut self,
         schema: &'a Map<String, Value>,
@@ -284,8 +291,14 @@ impl<'a> Preparation<'a> {
         if !(self.strict && is_alone && are_disjoint(None)) {
             let tag = tag.filter(|tag| !self.strict || are_disjoint(Some(*tag)));
             let parts = match tag {
-                Some(tag) => Some(vec![json!({"type": "object", "required": [tag]}); one_of.len()]),
-                None => equivalents::excluding_parts(one_of, &self.document),
+                Some(tag) => {
+                    let part = json!({"type": "object", "required": [tag]});
+                    let may_be_object =
+                        |one| self.values(one).is_none_or(|values| values.others.has_any(TypeSet::OBJECT));
+                    Some(one_of.iter().map(may_be_object).map(|is| is.then(|| part.clone())).collect())
+                }
+                None => equivalents::excluding_parts(one_of, &self.document)
+                    .map(|parts| parts.into_iter().map(Some).collect::<Vec<_>>()),
             };
             self.spend(parts.as_ref().map_or(0, |parts| parts.len().pow(2)), path)?;
             let alternatives = prepared.get_mut("oneOf").and_then(Value::as_array_mut).zip(parts);
@@ -298,7 +311,9 @@ impl<'a> Preparation<'a> {
                 return Err(FormatError::new(&format!("{path}.oneOf"), reason));
             };
             for (alternative, part) in alternatives.iter_mut().zip(parts) {
-                *alternative = json!({"allOf": [alternative.take(), part]});
+                if let Some(part) = part {
+                    *alternative = json!({"allOf": [alternative.take(), part]});
+                }
             }
         }
         let renamed = std::mem::take(prepared).into_iter();
@@ -323,8 +338,9 @@ impl<'a> Preparation<'a> {
                     .push(("uniqueItems", "few constants, such as an `enum` of five words, or with `maxItems` of 1"));
             }
         }
-        if let Some(names) = schema.get("propertyNames") {
-            let values = match schema.get("additionalProperties") {
+        let keyword = |key: &str| schema.get(key).filter(|value| !value.is_null());
+        if let Some(names) = keyword("propertyNames") {
+            let values = match keyword("additionalProperties") {
                 Some(part) if allows_nothing(part) => Value::Bool(false),
                 Some(part @ Value::Object(_)) => json!({"$ref": self.definition(part, "additionalProperties")}),
                 other => other.cloned().unwrap_or(Value::Bool(true)),
@@ -505,17 +521,20 @@ fn bound_integer(schema: &mut Map<String, Value>) {
 }
 
 /// The types of a schema by their names in JSON Schema. If the schema is not strict, another name for one of them is
-/// replaced, and the value is `None` for an unknown name.
+/// replaced, and an unknown name is left out. The value is `None` if no name is left.
 fn check_type(value: &Value, strict: bool, path: &str) -> Result<Option<Value>, FormatError> {
     let standard = |name: &Value| {
         let types = TypeSet::named(name.as_str()?);
         TYPES.into_iter().find(|known| TypeSet::named(known) == types).map(Value::from)
     };
     let known = match value {
-        Value::Array(names) => names.iter().map(standard).collect::<Option<Vec<_>>>().map(Value::Array),
+        Value::Array(names) => Some(names.iter().filter_map(standard).collect::<Vec<_>>())
+            .filter(|names| strict || !names.is_empty())
+            .map(Value::Array),
         _ => standard(value),
     };
-    if known.as_ref() == Some(value) || !strict {
+    let is_well_formed = value.is_string() || is_string_array(value);
+    if is_well_formed && (known.as_ref() == Some(value) || !strict) {
         return Ok(known);
     }
     Err(FormatError::new(path, format!("type is {value}; the types are {}", TYPES.join(", "))))

@@ -133,7 +133,7 @@ impl<'a> ParameterSet<'a> {
             schemas.extend(part.get("properties").and_then(|properties| properties.get(name)));
             schemas.extend(patterns(part).filter(|(pattern, _)| self.matches(pattern, name)).map(|(_, schema)| schema));
             if schemas.len() == before {
-                schemas.extend(part.get("additionalProperties"));
+                schemas.extend(additional(part));
             }
         }
         schemas
@@ -144,7 +144,6 @@ impl<'a> ParameterSet<'a> {
     pub fn open_names(&self) -> Vec<OpenNames<'a>> {
         let all_patterns: Vec<_> =
             self.parts.iter().flat_map(|part| patterns(part)).map(|(pattern, _)| pattern).collect();
-        let additional = |part: &&'a Map<String, Value>| part.get("additionalProperties");
         let mut open = Vec::new();
         for (at, part) in self.parts.iter().enumerate() {
             for (pattern, schema) in patterns(part) {
@@ -154,7 +153,7 @@ impl<'a> ParameterSet<'a> {
                 open.push(OpenNames { pattern: Some(pattern), other_patterns, schemas });
             }
         }
-        let schemas: Vec<_> = self.parts.iter().filter_map(additional).collect();
+        let schemas: Vec<_> = self.parts.iter().filter_map(|part| additional(part)).collect();
         let has_schema = schemas.iter().any(|schema| schema.as_object().is_some_and(|fields| !fields.is_empty()));
         if has_schema || self.names().is_empty() && all_patterns.is_empty() {
             open.push(OpenNames { pattern: None, other_patterns: all_patterns, schemas });
@@ -192,6 +191,11 @@ impl<'a> ParameterSet<'a> {
         let lists = self.parts.iter().filter_map(|part| part.get("required")?.as_array());
         lists.flatten().filter_map(Value::as_str)
     }
+}
+
+/// The schema of names that `part` does not list.
+fn additional(part: &Map<String, Value>) -> Option<&Value> {
+    part.get("additionalProperties").filter(|schema| !schema.is_null())
 }
 
 fn patterns(part: &Map<String, Value>) -> impl Iterator<Item = (&str, &Value)> {

@@ -244,19 +244,21 @@ fn own_type(fields: &Map<String, Value>, infers_types: bool) -> ValueType {
     own.words.retain(|word| keeps_limits(word));
     own.texts.iter_mut().for_each(|text| *text = text.and(&limits));
     // `json_schema::prepare` bounds every integer by 10^18.
-    let is_limit = |(key, limit): (&str, &Value)| match key {
+    let is_limit = |key: &str, limit: &Value| match key {
         "minimum" => limit.as_f64().is_none_or(|min| min > -1e18),
         "maximum" => limit.as_f64().is_none_or(|max| max < 1e18),
         "exclusiveMinimum" | "exclusiveMaximum" | "multipleOf" => true,
         _ => false,
     };
-    own.has_number_limits |= fields.iter().any(|(key, limit)| is_limit((key, limit)));
+    own.has_number_limits |= fields.iter().any(|(key, limit)| !limit.is_null() && is_limit(key, limit));
+    // A keyword that is null counts as absent, except for `const`.
+    let is_set = |key: &str| fields.get(key).is_some_and(|value| key == "const" || !value.is_null());
     let selects = ["type", "enum", "const", "$ref", "allOf", "anyOf", "oneOf"];
-    if infers_types && !selects.iter().any(|key| fields.contains_key(*key)) {
-        if fields.contains_key("properties") {
+    if infers_types && !selects.into_iter().any(is_set) {
+        if is_set("properties") {
             return ValueType::of_types(TypeSet::OBJECT);
         }
-        if fields.contains_key("items") || fields.contains_key("prefixItems") {
+        if is_set("items") || is_set("prefixItems") {
             return ValueType::of_types(TypeSet::ARRAY);
         }
     }

@@ -1,6 +1,10 @@
 //! Formats that would take seconds or gigabytes to compile.
 
 use super::*;
+use crate::schema::{Document, ValueType};
+
+/// zod's pattern for email addresses.
+const EMAIL: &str = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$";
 
 /// A schema of an object with `count` names in `keyword`.
 fn object(keyword: &str, count: usize, part: &Value) -> Value {
@@ -39,11 +43,8 @@ fn alternatives_and_definitions_of_parameters_are_bounded() {
 /// such lengths.
 #[test]
 fn complex_lengths_are_no_hints() {
-    let patterns = [
-        r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$",
-        r"^(?:[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?\.)+[a-z0-9][a-z0-9-]{0,61}[a-z0-9]$",
-        r"^[a-z]+$",
-    ];
+    let patterns =
+        [EMAIL, r"^(?:[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?\.)+[a-z0-9][a-z0-9-]{0,61}[a-z0-9]$", r"^[a-z]+$"];
     for (pattern, max) in patterns.into_iter().flat_map(|pattern| [9, 255, 2048].map(|max| (pattern, max))) {
         let text = json!({"type": "string", "pattern": pattern, "minLength": 1, "maxLength": max});
         let nested = json!({"type": "object", "properties": {"a": text, "b": {"type": "array", "items": text}}});
@@ -52,8 +53,53 @@ fn complex_lengths_are_no_hints() {
         for format in [json_format(&nested, false), OutputFormat { content: ContentFormat::Nothing, tools }] {
             assert_eq!(compile(&format).err(), None, "{pattern} {max}");
         }
-        if let Err(error) = compile(&json_format(&nested, true)) {
-            assert!(max > 9 && error.reason.contains("`maxLength`"), "{error:?}");
-        }
+        let error = compile(&json_format(&nested, true)).err();
+        assert!(error.iter().all(|error| max > 9 && error.reason.contains("`maxLength`")), "{error:?}");
+        assert!(error.is_some() || (pattern, max) != (EMAIL, 255));
+    }
+    let short = json!({"type": "string", "pattern": "^[a-z]+$", "maxLength": 9});
+    let prepared = json_schema::prepare(&short, false).unwrap();
+    assert_eq!((&prepared["pattern"], &prepared["maxLength"]), (&json!("^[a-z]+$"), &json!(9)));
+    for value in random_values(&short, false, 20) {
+        assert!(value.as_str().unwrap().len() <= 9, "{value}");
+    }
+    let long = json!({"type": "string", "pattern": "^[a-z]+$", "maxLength": 1_000_001});
+    assert_eq!(json_schema::prepare(&long, false).unwrap().get("maxLength"), None);
+}
+
+/// Equal parts are checked once, and all parts of a schema share one number of steps.
+#[test]
+fn checks_of_lengths_are_bounded() {
+    let text = |pattern: &str, max: usize| json!({"type": "string", "pattern": pattern, "maxLength": max});
+    for (step, expected) in [(0, json!(9)), (1, Value::Null)] {
+        let mut parts: Vec<_> = (0..1000).map(|at| text(EMAIL, 255 + at * step)).collect();
+        parts.push(text("^[a-z]+$", 9));
+        let prepared = json_schema::prepare(&json!({"prefixItems": parts}), false).unwrap();
+        assert_eq!(prepared["prefixItems"][0].get("maxLength"), None);
+        assert_eq!(prepared["prefixItems"][1000].get("maxLength").unwrap_or(&Value::Null), &expected);
+    }
+}
+
+#[test]
+fn keywords_that_are_null_count_as_absent() {
+    for (unset, expected) in [
+        (json!({"type": "integer", "minimum": null, "exclusiveMaximum": null}), json!({"type": "integer"})),
+        (json!({"type": null, "enum": null, "properties": {}}), json!({"properties": {}})),
+        (json!({"properties": null, "items": null}), json!({})),
+    ] {
+        let [unset, expected] = [unset, expected].map(|schema| ValueType::of(&[&schema], &Document::new(&schema)));
+        assert_eq!(unset, expected);
+    }
+}
+
+#[test]
+fn unknown_types_are_left_out() {
+    let types =
+        |types: Value| json_schema::prepare(&json!({"type": types}), false).map(|schema| schema["type"].clone());
+    assert_eq!(types(json!(["string", "file"])), Ok(json!(["string"])));
+    assert_eq!(types(json!(["file"])), Ok(Value::Null));
+    assert_eq!(types(json!("file")), Ok(Value::Null));
+    for wrong in [json!(1), json!({}), json!(["string", 1])] {
+        assert_eq!(types(wrong).unwrap_err().path, ".type");
     }
 }
