@@ -69,7 +69,7 @@ async fn errors_follow_whole_body() {
     // The client reads nothing before it has sent the body. The sockets' buffers hold less.
     let body = vec![b' '; 24 << 20];
     let server = Setup { configure: |state| state.body_limit = 16 << 20, ..Setup::default() }.start().await;
-    let locked = Setup { api_key: Some("secret".into()), ..Setup::default() }.start().await;
+    let locked = Setup { api_key: Some("secret"), ..Setup::default() }.start().await;
     for (server, method, path, header, status) in [
         (&server, "POST", "/v1/nothing", ("x-a", "b"), 404),
         (&server, "PUT", CHAT, ("x-a", "b"), 405),

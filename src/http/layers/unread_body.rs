@@ -3,7 +3,7 @@
 //! Many clients read no answer while they send a body. If the server closed the connection, they would report a broken
 //! connection instead of the error.
 
-use crate::http::ServerState;
+use crate::http::{ServerState, routes};
 use axum::{
     body::{Body, Bytes},
     extract::{Request, State},
@@ -28,30 +28,42 @@ use tokio_stream::StreamExt;
 const DISCARD_FACTOR: usize = 4;
 /// Pause within a body after which the answer is sent. The client may wait for it.
 const PAUSE: Duration = Duration::from_secs(1);
+/// Time after which a body must have arrived at [`MIN_RATE`].
+const START: Duration = Duration::from_secs(2);
+/// Slowest average rate at which a body is discarded, in bytes per second. A client without a key holds a connection no
+/// longer than this.
+const MIN_RATE: usize = 256 << 10;
 
-/// Layer that discards what the inner layers have not read of the body.
+/// Layer that discards what the inner layers have not read of the body, if the answer is an error.
 pub async fn discard(State(state): State<Arc<ServerState>>, request: Request, next: Next) -> Response {
-    // Such a client sends nothing before it is asked to.
-    if request.headers().contains_key(header::EXPECT) || request.body().is_end_stream() {
+    if request.body().is_end_stream() || routes::is_status(request.uri().path()) {
         return next.run(request).await;
     }
     let (unread, mut rest) = oneshot::channel();
-    let response = next.run(request.map(|body| Body::new(ReturnedBody { body, unread: Some(unread) }))).await;
-    if let Ok(body) = rest.try_recv() {
-        read(body, state.body_limit.saturating_mul(DISCARD_FACTOR), state.timeouts.body, PAUSE).await;
+    let is_awaited = request.headers().contains_key(header::EXPECT);
+    let request = request.map(|body| Body::new(ReturnedBody { body, unread: Some(unread), is_awaited }));
+    let response = next.run(request).await;
+    if response.status().as_u16() >= 400
+        && let Ok(body) = rest.try_recv()
+    {
+        read(body, state.body_limit.saturating_mul(DISCARD_FACTOR), START, PAUSE).await;
     }
     response
 }
 
-/// Reads about `limit` bytes within `time`, until the client sends nothing for `pause`.
-async fn read(body: Body, limit: usize, time: Duration, pause: Duration) {
-    let deadline = Instant::now() + time;
+/// Reads about `limit` bytes, until the client sends nothing for `pause`, or less than [`MIN_RATE`] after `start`.
+async fn read(body: Body, limit: usize, start: Duration, pause: Duration) {
+    let first_deadline = Instant::now() + start;
     let mut chunks = body.into_data_stream();
     let mut seen = 0;
-    while seen < limit
-        && let Ok(Some(Ok(chunk))) = timeout_at(deadline.min(Instant::now() + pause), chunks.next()).await
-    {
+    loop {
+        let deadline = first_deadline + Duration::from_secs((seen / MIN_RATE) as u64);
+        let chunk = timeout_at(deadline.min(Instant::now() + pause), chunks.next()).await;
+        let Ok(Some(Ok(chunk))) = chunk else { return };
         seen += chunk.len();
+        if seen >= limit {
+            return;
+        }
     }
 }
 
@@ -59,6 +71,8 @@ async fn read(body: Body, limit: usize, time: Duration, pause: Duration) {
 struct ReturnedBody {
     body: Body,
     unread: Option<oneshot::Sender<Body>>,
+    /// True until the first read of a request with `Expect`: its client sends the body once it is read.
+    is_awaited: bool,
 }
 
 impl HttpBody for ReturnedBody {
@@ -69,6 +83,7 @@ impl HttpBody for ReturnedBody {
         mut self: Pin<&mut Self>,
         context: &mut Context,
     ) -> Poll<Option<Result<Frame<Self::Data>, Self::Error>>> {
+        self.is_awaited = false;
         let frame = ready!(Pin::new(&mut self.body).poll_frame(context));
         if !matches!(frame, Some(Ok(_))) {
             self.unread = None;
@@ -87,7 +102,7 @@ impl HttpBody for ReturnedBody {
 
 impl Drop for ReturnedBody {
     fn drop(&mut self) {
-        if let Some(unread) = self.unread.take().filter(|_| !self.body.is_end_stream()) {
+        if let Some(unread) = self.unread.take().filter(|_| !self.is_awaited && !self.body.is_end_stream()) {
             let _ = unread.send(std::mem::take(&mut self.body));
         }
     }
@@ -98,8 +113,8 @@ mod tests {
     use super::*;
     use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-    /// Number of bytes that [`read`] takes from an endless body with this pause before each byte.
-    async fn taken(wait: Duration, limit: usize, time: Duration, pause: Duration) -> usize {
+    /// Number of bytes that [`read`] takes from an endless body with a pause of `wait` before each byte.
+    async fn taken(wait: Duration, limit: usize, start: Duration, pause: Duration) -> usize {
         let sent = Arc::<AtomicUsize>::default();
         let count = sent.clone();
         let bytes = tokio_stream::iter(0..).then(move |_: u64| {
@@ -110,7 +125,7 @@ mod tests {
                 Ok::<_, std::io::Error>(vec![b'1'])
             }
         });
-        read(Body::from_stream(bytes), limit, time, pause).await;
+        read(Body::from_stream(bytes), limit, start, pause).await;
         sent.load(Relaxed)
     }
 
@@ -120,6 +135,24 @@ mod tests {
         assert_eq!(taken(Duration::ZERO, 32, long, long).await, 32);
         assert_eq!(taken(never, 32, soon, long).await, 0);
         assert_eq!(taken(never, 32, long, soon).await, 0);
-        assert!(taken(Duration::ZERO, usize::MAX, soon, long).await > 0);
+        // Slower than the least rate.
+        assert!(taken(Duration::from_millis(1), usize::MAX, soon, long).await > 0);
+    }
+
+    #[tokio::test]
+    async fn unread_body_is_returned_unless_awaited() {
+        for (expects, is_read, is_returned) in
+            [(false, false, true), (false, true, true), (true, false, false), (true, true, true)]
+        {
+            let (unread, mut rest) = oneshot::channel();
+            let chunks = tokio_stream::iter(["a", "b"].map(Ok::<_, std::io::Error>));
+            let body = ReturnedBody { body: Body::from_stream(chunks), unread: Some(unread), is_awaited: expects };
+            let mut chunks = Body::new(body).into_data_stream();
+            if is_read {
+                chunks.next().await.unwrap().unwrap();
+            }
+            drop(chunks);
+            assert_eq!(rest.try_recv().is_ok(), is_returned, "{expects} {is_read}");
+        }
     }
 }

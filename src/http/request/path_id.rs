@@ -6,7 +6,7 @@ use axum::{
     http::request::Parts,
 };
 
-/// The id in the path, decoded. A path whose id is not UTF-8 names nothing.
+/// The id in the path, decoded. A path whose id is not UTF-8 is answered with 404.
 pub struct PathId(pub String);
 
 impl<S: Send + Sync> FromRequestParts<S> for PathId {
