@@ -9,7 +9,7 @@
 // unpacks pairs of codes directly to registers of the left factor. split_rows stores the columns of x in that order. A
 // unit is a group of 64 columns, or 32 columns in FP8, mxfp4 and bf16: the order depends on the formats of the launch.
 //
-// Each simdgroup copies its codes to threadgroup memory several steps ahead. The first copies begin before AWAIT.
+// Each simdgroup copies its codes to threadgroup memory one or three steps ahead. The first copies begin before AWAIT.
 
 // GROUP: columns per scale. TILE_ROWS: rows of x in a tile. PART: words of a tile's first or last halves of a group.
 // STAGE: words of a step of 16 rows of W: 64 bytes of codes, a word of scales and one of offsets for each row.
@@ -86,8 +86,7 @@ template <uint MT> struct StepPtrs { DEVICE const uchar *codes[MT * 2], *scales[
 // read from different banks.
 FN uint chunk_at(uint row, uint chunk) { return row * 16 + (chunk ^ row / 2 % 2 * 2) * 4; }
 
-// Starts to copy `step` and moves the pointers to codes by one step. In 8 bits, two steps
-// share a word of scales.
+// Starts to copy `step` and moves the pointers to codes by one step. In 8 bits, two steps share a word of scales.
 template <uint MT>
 FN void copy_step(THREAD StepPtrs<MT>& from, uint format, uint step, THREADGROUP uint* stage THREAD_IDS_PARAM) {
   const uint shift = format == 8 ? 1 : 0;

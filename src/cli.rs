@@ -194,7 +194,7 @@ pub struct GenerateArgs {
     #[arg(short, long, value_name = "TEXT")]
     pub prompt: Option<String>,
     /// Seed for a reproducible answer
-    #[arg(long, env = "MOESTRO_SEED", value_name = "N", value_parser = values::natural::<u64>, help_heading = "Sampling")]
+    #[arg(long, env = "MOESTRO_SEED", value_name = "N", value_parser = values::seed, help_heading = "Sampling")]
     pub seed: Option<u64>,
     #[command(flatten)]
     pub load: LoadArgs,

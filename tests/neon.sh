@@ -32,7 +32,7 @@ for crate in $(sed -n 's/^\([a-z0-9_-]*\) = { opt-level = 3.*}$/\1/p' Cargo.toml
   fast_build+=(--config "profile.release.package.$crate.opt-level=$level")
 done
 fast_build+=(--config profile.release.package.moestro-compute.codegen-units=16)
-# Without `.cargo/rustc-for-tests`, which would compile the tests at level 1.
+# Without `.cargo/rustc-for-tests`, which would choose other levels.
 export RUSTC_WORKSPACE_WRAPPER=
 run() {
   printf '\n== %s: %s (%s s)\n' "$1" "${*:2}" "$SECONDS"

@@ -117,7 +117,7 @@ pub struct SamplingArgs {
     #[arg(long, env = "MOESTRO_TOP_P", value_name = "P", value_parser = values::probability, help_heading = "Sampling")]
     pub top_p: Option<f32>,
     /// Sample from the N likeliest tokens; 0 means all [default: the model's]
-    #[arg(long, env = "MOESTRO_TOP_K", value_name = "N", value_parser = values::natural::<usize>, help_heading = "Sampling", hide_short_help = true)]
+    #[arg(long, env = "MOESTRO_TOP_K", value_name = "N", value_parser = values::range::<0, { usize::MAX }>, help_heading = "Sampling", hide_short_help = true)]
     pub top_k: Option<usize>,
     /// Sample only tokens with at least this fraction of the likeliest token's probability [default: the model's]
     #[arg(long, env = "MOESTRO_MIN_P", value_name = "P", value_parser = values::probability, help_heading = "Sampling", hide_short_help = true)]

@@ -96,7 +96,7 @@ pub struct SynthArgs {
     #[arg(long, env = "MOESTRO_VOCAB", value_name = "N", value_parser = values::up_to::<16_777_216>)]
     pub vocab: Option<usize>,
     /// Seed; the same seed writes the same bytes
-    #[arg(long, env = "MOESTRO_SEED", value_name = "N", default_value_t = 0, value_parser = values::natural::<u64>)]
+    #[arg(long, env = "MOESTRO_SEED", value_name = "N", default_value_t = 0, value_parser = values::seed)]
     pub seed: u64,
     /// Skew of the router: with 0, all experts are selected equally often; with 0.5, a quarter of the experts gets most
     /// tokens

@@ -8,7 +8,7 @@ use moestro_compute::{
 };
 use moestro_engine::DraftPolicy;
 use moestro_model::plan::Parallel;
-use std::{fmt, str::FromStr, time::Duration};
+use std::{fmt, time::Duration};
 
 /// Id of the option `--model`. The option and the argument MODEL set the same setting.
 pub const MODEL_OPTION: &str = "model_option";
@@ -244,8 +244,8 @@ pub fn port(text: &str) -> Result<u16, String> {
     range::<0, { u16::MAX as usize }>(text).map(|port| port as u16)
 }
 
-/// An integer from 0 up.
-pub fn natural<T: FromStr>(text: &str) -> Result<T, String> {
+/// The seed of a sampler.
+pub fn seed(text: &str) -> Result<u64, String> {
     text.parse().map_err(|_| format!("it must be a whole number from 0 to {}", u64::MAX))
 }
 
@@ -418,9 +418,9 @@ mod tests {
         for text in ["", "-1", "65536", "x", "99999999999999999999999"] {
             assert_eq!(port(text), Err("it must be a whole number from 0 to 65535".into()));
         }
-        assert_eq!(natural("18446744073709551615"), Ok(u64::MAX));
+        assert_eq!(seed("18446744073709551615"), Ok(u64::MAX));
         for text in ["", "-1", "1.5", "18446744073709551616"] {
-            let error = natural::<u64>(text).unwrap_err();
+            let error = seed(text).unwrap_err();
             assert_eq!(error, "it must be a whole number from 0 to 18446744073709551615");
         }
         assert_eq!(probability("0.95"), Ok(0.95));
