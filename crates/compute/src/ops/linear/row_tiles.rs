@@ -122,7 +122,8 @@ impl Linear<'_> {
             tiles.buffer.part(halves, factors),
             tiles.buffer.part(halves + factors, squares),
         ];
-        Some([self.split(parts, source), self.tile_product(parts, self.tile_formats()?)])
+        let formats = self.tile_formats()?;
+        Some([self.split(parts, source, formats), self.tile_product(parts, formats)])
     }
 
     /// Number of words of each part of the split rows. Whole tiles of rows are stored.
@@ -130,7 +131,7 @@ impl Linear<'_> {
         GROUP_WORDS.map(|words| words * self.tokens.next_multiple_of(TILE_ROWS) * (self.cols() / GROUP))
     }
 
-    fn split(&self, parts: [Region; 3], source: RowSource) -> Launch {
+    fn split(&self, parts: [Region; 3], source: RowSource, formats: TileFormats) -> Launch {
         let Self { x, tokens, norm, .. } = *self;
         let cols = self.cols();
         let plain = [0, 0, 0];
@@ -143,7 +144,7 @@ impl Linear<'_> {
             RowSource::Swiglu => (2 * cols, x.first(0), [3, 0, 0], 0.0),
         };
         let mut words = [cols, stride, kind, heads, size].map(|word| word as u32).to_vec();
-        words.extend([eps.to_bits(), (self.tile_formats() == Some(TileFormats::Floats)).into()]);
+        words.extend([eps.to_bits(), (formats == TileFormats::Floats).into()]);
         let mut bindings = vec![Binding::read(x.floats(tokens * stride)), Binding::read(second)];
         bindings.extend(parts.map(Binding::write));
         Launch {
