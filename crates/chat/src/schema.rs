@@ -9,7 +9,7 @@ mod text_limits;
 mod type_set;
 mod value_type;
 
-pub use document::Document;
+pub use document::{Document, WITH_OBJECT, without_nulls};
 pub use parameters::{MAX_PARAMETER_SETS, OpenNames, ParameterSet, any_value, parameter_sets};
 pub use text_limits::TextLimits;
 pub use type_set::TypeSet;

@@ -128,8 +128,7 @@ pub fn excluding_parts<'a>(one_of: &'a [Value], document: &Document<'a>) -> Opti
 
 /// The names that an object requires, also if `schema` is a reference.
 fn required<'a>(schema: &'a Value, document: &Document<'a>) -> Option<Vec<&'a str>> {
-    let named =
-        schema.get("required").filter(|names| !names.is_null()).or_else(|| document.target(schema)?.get("required"));
+    let named = schema.get("required").or_else(|| document.target(schema)?.get("required"));
     named?.as_array()?.iter().map(Value::as_str).collect()
 }
 

@@ -10,7 +10,7 @@ use super::{
     schema_references::{self, subschemas},
     string_formats,
 };
-use crate::schema::{Document, TypeSet, ValueType, allows_nothing};
+use crate::schema::{Document, TypeSet, ValueType, allows_nothing, without_nulls};
 use llguidance::{derivre::RegexAst, regex_to_lark};
 use serde_json::{Map, Value, json};
 use std::collections::HashMap;
@@ -75,6 +75,7 @@ pub fn prepare(schema: &Value, strict: bool) -> Result<Value, FormatError> {
     if bytes > MAX_BYTES {
         return Err(FormatError::new("", format!("the schema has {bytes} bytes; the limit is {MAX_BYTES}")));
     }
+    let schema = &without_nulls(schema);
     let mut preparation = Preparation {
         document: Document::new(schema),
         strict,
@@ -149,16 +150,15 @@ impl<'a> Preparation<'a> {
         };
         let mut prepared = Map::new();
         let mut patterns = Vec::new();
-        let is_set = |key: &str| schema.get(key).is_some_and(|value| !value.is_null());
         for (key, value) in schema {
             let inner = format!("{path}.{key}");
             let malformed = |kind: &str| Err(FormatError::new(&inner, format!("{key} must be {kind}")));
             let value = match (key.as_str(), value) {
                 ("const", _) => value.clone(),
-                // Generators of Go and C# write a keyword that is not set.
-                (_, Value::Null) => continue,
                 ("$ref", _) => self.reference(whole, &inner)?.into(),
-                ("unevaluatedProperties", Value::Bool(false)) if !COMBINING.iter().any(|key| is_set(key)) => {
+                ("unevaluatedProperties", Value::Bool(false))
+                    if !COMBINING.iter().any(|key| schema.contains_key(*key)) =>
+                {
                     prepared.entry("additionalProperties").or_insert(Value::Bool(false));
                     continue;
                 }
@@ -286,7 +286,7 @@ impl<'a> Preparation<'a> {
         let tag = schema.get("discriminator").and_then(|discriminator| discriminator.get("propertyName")?.as_str());
         let one_of = schema.get("oneOf").and_then(Value::as_array).filter(|_| self.strict || tag.is_some());
         let Some(one_of) = one_of else { return Ok(()) };
-        let is_alone = schema.get("anyOf").is_none_or(Value::is_null);
+        let is_alone = !schema.contains_key("anyOf");
         let mut are_disjoint = |tag| disjoint::are_disjoint(one_of, tag, &self.document, &mut self.steps_left);
         if !(self.strict && is_alone && are_disjoint(None)) {
             let tag = tag.filter(|tag| !self.strict || are_disjoint(Some(*tag)));
@@ -338,9 +338,8 @@ impl<'a> Preparation<'a> {
                     .push(("uniqueItems", "few constants, such as an `enum` of five words, or with `maxItems` of 1"));
             }
         }
-        let keyword = |key: &str| schema.get(key).filter(|value| !value.is_null());
-        if let Some(names) = keyword("propertyNames") {
-            let values = match keyword("additionalProperties") {
+        if let Some(names) = schema.get("propertyNames") {
+            let values = match schema.get("additionalProperties") {
                 Some(part) if allows_nothing(part) => Value::Bool(false),
                 Some(part @ Value::Object(_)) => json!({"$ref": self.definition(part, "additionalProperties")}),
                 other => other.cloned().unwrap_or(Value::Bool(true)),

@@ -5,6 +5,7 @@
 //! and llguidance checks no limit while it compiles that automaton.
 
 use super::format::FormatError;
+use crate::schema::WITH_OBJECT;
 use serde_json::{Map, Value};
 use std::collections::{HashMap, HashSet};
 
@@ -21,8 +22,6 @@ const MAX_VISITS: usize = 1_000_000;
 const WITH_SCHEMA: [&str; 3] = ["items", "additionalItems", "additionalProperties"];
 /// Keywords whose value is an array of schemas.
 const WITH_ARRAY: [&str; 4] = ["anyOf", "oneOf", "allOf", "prefixItems"];
-/// Keywords whose value is an object of schemas.
-const WITH_OBJECT: [&str; 3] = ["properties", "patternProperties", "$defs"];
 
 /// Checks the intersections and multiples of a prepared schema.
 ///

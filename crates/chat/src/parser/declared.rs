@@ -1,7 +1,7 @@
 //! The names of the tools of a request and of their parameters.
 
 use super::json_types::JsonTypes;
-use crate::schema::{Document, parameter_sets};
+use crate::schema::{Document, parameter_sets, without_nulls};
 use serde_json::Value;
 use std::collections::BTreeSet;
 
@@ -10,7 +10,7 @@ pub(super) struct Tools(Vec<Value>);
 
 impl Tools {
     pub fn new(tools: &[Value]) -> Self {
-        Self(tools.to_vec())
+        Self(tools.iter().map(without_nulls).collect())
     }
 
     pub fn is_empty(&self) -> bool {

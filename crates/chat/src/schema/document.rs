@@ -1,7 +1,31 @@
 //! The references of a JSON schema.
 
-use serde_json::Value;
+use serde_json::{Map, Value};
 use std::{cell::OnceCell, collections::HashMap, rc::Rc};
+
+/// Keywords whose value is an object of schemas.
+pub const WITH_OBJECT: [&str; 5] = ["properties", "patternProperties", "$defs", "definitions", "dependentSchemas"];
+
+/// The schema without the keywords that are null. Generators of Go, C# and Python write a keyword that is not set so.
+/// A `const` may be null, and so may the constants of an `enum`.
+pub fn without_nulls(schema: &Value) -> Value {
+    match schema {
+        Value::Object(fields) => {
+            let is_set = |(key, value): &(&String, &Value)| !value.is_null() || *key == "const";
+            let part = |(key, value): (&String, &Value)| match value {
+                Value::Object(named) if WITH_OBJECT.contains(&key.as_str()) => {
+                    let parts = named.iter().map(|(name, part)| (name.clone(), without_nulls(part)));
+                    (key.clone(), parts.collect::<Map<_, _>>().into())
+                }
+                _ if key == "const" || key == "enum" => (key.clone(), value.clone()),
+                _ => (key.clone(), without_nulls(value)),
+            };
+            fields.iter().filter(is_set).map(part).collect::<Map<_, _>>().into()
+        }
+        Value::Array(parts) => parts.iter().map(without_nulls).collect(),
+        _ => schema.clone(),
+    }
+}
 
 /// A schema document in which references are resolved. A reference may be a JSON pointer, also percent-encoded, an
 /// `$anchor`, or the `$id` of a part of the document.
@@ -135,5 +159,15 @@ mod tests {
         assert_eq!(document.target(inner).unwrap()["const"], 6);
         assert_eq!(join("https://example.com/root.json", "schemas/item"), "https://example.com/schemas/item");
         assert_eq!(join("https://example.com/a/b", "/c"), "https://example.com/c");
+    }
+    #[test]
+    fn null_keywords_are_removed_and_values_kept() {
+        let schema = json!({"type": "object", "enum": null, "default": null, "properties": {
+            "const": {"const": null, "items": null}, "enum": {"enum": [null, {"a": null}], "anyOf": [{"$ref": null}]}}});
+        let expected = json!({"type": "object", "properties": {
+            "const": {"const": null}, "enum": {"enum": [null, {"a": null}], "anyOf": [{}]}}});
+        assert_eq!(without_nulls(&schema), expected);
+        // A part is no keyword, so it is not left out.
+        assert_eq!(without_nulls(&json!({"$defs": {"a": null}})), json!({"$defs": {"a": null}}));
     }
 }

@@ -14,6 +14,8 @@ pub const MAX_PARAMETER_SETS: usize = 64;
 /// Maximum number of parts of a schema that are read for the sets of one tool.
 const MAX_PARTS: usize = 1000;
 const MAX_DEPTH: usize = 16;
+/// The keyword of names that a part does not list.
+const ADDITIONAL: &str = "additionalProperties";
 /// Maximum number of patterns that are kept compiled.
 const MAX_COMPILED: usize = 64;
 
@@ -133,7 +135,7 @@ impl<'a> ParameterSet<'a> {
             schemas.extend(part.get("properties").and_then(|properties| properties.get(name)));
             schemas.extend(patterns(part).filter(|(pattern, _)| self.matches(pattern, name)).map(|(_, schema)| schema));
             if schemas.len() == before {
-                schemas.extend(additional(part));
+                schemas.extend(part.get(ADDITIONAL));
             }
         }
         schemas
@@ -148,12 +150,12 @@ impl<'a> ParameterSet<'a> {
         for (at, part) in self.parts.iter().enumerate() {
             for (pattern, schema) in patterns(part) {
                 let others = self.parts.iter().enumerate().filter(|(other, _)| *other != at);
-                let schemas = others.filter_map(|(_, part)| additional(part)).chain([schema]).collect();
+                let schemas = others.filter_map(|(_, part)| part.get(ADDITIONAL)).chain([schema]).collect();
                 let other_patterns = all_patterns.iter().copied().filter(|other| *other != pattern).collect();
                 open.push(OpenNames { pattern: Some(pattern), other_patterns, schemas });
             }
         }
-        let schemas: Vec<_> = self.parts.iter().filter_map(|part| additional(part)).collect();
+        let schemas: Vec<_> = self.parts.iter().filter_map(|part| part.get(ADDITIONAL)).collect();
         let has_schema = schemas.iter().any(|schema| schema.as_object().is_some_and(|fields| !fields.is_empty()));
         if has_schema || self.names().is_empty() && all_patterns.is_empty() {
             open.push(OpenNames { pattern: None, other_patterns: all_patterns, schemas });
@@ -191,11 +193,6 @@ impl<'a> ParameterSet<'a> {
         let lists = self.parts.iter().filter_map(|part| part.get("required")?.as_array());
         lists.flatten().filter_map(Value::as_str)
     }
-}
-
-/// The schema of names that `part` does not list.
-fn additional(part: &Map<String, Value>) -> Option<&Value> {
-    part.get("additionalProperties").filter(|schema| !schema.is_null())
 }
 
 fn patterns(part: &Map<String, Value>) -> impl Iterator<Item = (&str, &Value)> {

@@ -250,9 +250,8 @@ fn own_type(fields: &Map<String, Value>, infers_types: bool) -> ValueType {
         "exclusiveMinimum" | "exclusiveMaximum" | "multipleOf" => true,
         _ => false,
     };
-    own.has_number_limits |= fields.iter().any(|(key, limit)| !limit.is_null() && is_limit(key, limit));
-    // A keyword that is null counts as absent, except for `const`.
-    let is_set = |key: &str| fields.get(key).is_some_and(|value| key == "const" || !value.is_null());
+    own.has_number_limits |= fields.iter().any(|(key, limit)| is_limit(key, limit));
+    let is_set = |key: &str| fields.contains_key(key);
     let selects = ["type", "enum", "const", "$ref", "allOf", "anyOf", "oneOf"];
     if infers_types && !selects.into_iter().any(is_set) {
         if is_set("properties") {
