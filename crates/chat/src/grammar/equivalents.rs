@@ -155,14 +155,15 @@ mod tests {
         pairs["maxItems"] = 2.into();
         // Pydantic does not require a tag that has a default.
         let tagged = |tag: &str| json!({"type": "object", "properties": {"kind": {"const": tag, "default": tag}}});
-        let required = |tag: &str| json!({"allOf": [{"type": "object", "properties": {"kind": {"const": tag}}}, {"type": "object", "required": ["kind"]}]});
+        let required = |tag: &str| json!({"allOf": [{"type": "object", "properties": {"kind": {"const": tag}}}, {"required": ["kind"]}]});
         let pets = json!({"oneOf": [tagged("cat"), tagged("dog")], "discriminator": {"propertyName": "kind"}});
         assert_eq!(prepare(&pets, false).unwrap()["anyOf"], json!([required("cat"), required("dog")]));
         let mut optional = pets.clone();
         optional["oneOf"].as_array_mut().unwrap().push(json!({"type": "null"}));
         for strict in [false, true] {
             let prepared = prepare(&optional, strict).unwrap();
-            assert_eq!(prepared["anyOf"], json!([required("cat"), required("dog"), {"type": "null"}]));
+            let none = json!({"allOf": [{"type": "null"}, {"required": ["kind"]}]});
+            assert_eq!(prepared["anyOf"], json!([required("cat"), required("dog"), none]));
         }
         let mut unset = map(json!({"enum": ["a"]}));
         unset["additionalProperties"] = Value::Null;

@@ -31,29 +31,30 @@ const WHITESPACE: &str = r" |\n[ \t]{0,40}";
 /// Largest absolute value of an integer for which the schema sets no bounds. Many JSON readers only hold 64 bits, and
 /// without a bound a model could write digits until its token limit. This is also the largest bound that can be
 /// compiled for a number that is not an integer.
-const MAX_INTEGER: i64 = 10i64.pow(18);
+const MAX_INTEGER: f64 = 1e18;
 /// Largest bound that can be compiled for an integer.
 const MAX_INTEGER_BOUND: f64 = 9e18;
 
 /// Keywords that apply other schemas to the same value.
 const COMBINING: [&str; 8] = ["$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "dependentSchemas", "not"];
 
-/// Keywords that restrict the valid values in a way that a token mask cannot enforce.
-const UNSUPPORTED: [&str; 14] = [
-    "not",
-    "if",
-    "then",
-    "else",
-    "contains",
-    "minContains",
-    "maxContains",
-    "dependencies",
-    "dependentRequired",
-    "dependentSchemas",
-    "unevaluatedItems",
-    "unevaluatedProperties",
-    "$dynamicRef",
-    "$recursiveRef",
+/// Keywords that restrict the valid values in a way that a token mask cannot enforce, each with its JSON that restricts
+/// nothing.
+const UNSUPPORTED: [(&str, &str); 14] = [
+    ("not", "false"),
+    ("if", ""),
+    ("then", "true"),
+    ("else", "true"),
+    ("contains", ""),
+    ("minContains", ""),
+    ("maxContains", ""),
+    ("dependencies", "{}"),
+    ("dependentRequired", "{}"),
+    ("dependentSchemas", "{}"),
+    ("unevaluatedItems", "true"),
+    ("unevaluatedProperties", "true"),
+    ("$dynamicRef", ""),
+    ("$recursiveRef", ""),
 ];
 
 /// Formats that can be enforced. Every other format is an annotation, as in the JSON Schema specification.
@@ -154,11 +155,8 @@ impl<'a> Preparation<'a> {
             let inner = format!("{path}.{key}");
             let malformed = |kind: &str| Err(FormatError::new(&inner, format!("{key} must be {kind}")));
             let value = match (key.as_str(), value) {
-                ("const", _) => value.clone(),
                 ("$ref", _) => self.reference(whole, &inner)?.into(),
-                ("unevaluatedProperties", Value::Bool(false))
-                    if !COMBINING.iter().any(|key| schema.contains_key(*key)) =>
-                {
+                ("unevaluatedProperties", Value::Bool(false)) if !COMBINING.iter().any(|key| schema.contains_key(*key)) => {
                     prepared.entry("additionalProperties").or_insert(Value::Bool(false));
                     continue;
                 }
@@ -168,9 +166,7 @@ impl<'a> Preparation<'a> {
                 },
                 // In draft 3, a property says whether it is required.
                 ("required", Value::Bool(_)) if !self.strict => continue,
-                ("required", _) if !is_string_array(value) => return malformed("an array of names"),
-                ("pattern", _) => {
-                    let Value::String(pattern) = value else { return malformed("a string") };
+                ("pattern", Value::String(pattern)) => {
                     for part in look_ahead::split(pattern).unwrap_or_else(|| vec![pattern.clone()]) {
                         patterns.extend(self.can_enforce_pattern(&part, &inner)?.then_some(part));
                     }
@@ -182,16 +178,18 @@ impl<'a> Preparation<'a> {
                     self.subschema(value, &inner, depth + 1)?;
                     continue;
                 }
-                ("enum", _) if !value.is_array() => return malformed("an array"),
-                // In draft 4, this is a flag of `minimum` or `maximum`.
-                ("exclusiveMinimum" | "exclusiveMaximum", Value::Bool(_)) => value.clone(),
-                ("multipleOf" | "minimum" | "maximum" | "exclusiveMinimum" | "exclusiveMaximum", _)
-                    if !value.is_number() =>
-                {
-                    return malformed("a number");
+                // The compiler would round it to an `f64`.
+                ("const" | "enum", _) if has_rounded_integer(value) => {
+                    let reason = "an integer with more digits than an f64 holds cannot be enforced in a strict schema";
+                    self.ignore(&inner, reason)?;
+                    continue;
                 }
-                ("enum" | "required" | "multipleOf", _)
-                | ("minimum" | "maximum" | "exclusiveMinimum" | "exclusiveMaximum", _) => value.clone(),
+                ("const", _)
+                | ("enum", Value::Array(_))
+                | ("multipleOf" | "minimum" | "maximum" | "exclusiveMinimum" | "exclusiveMaximum", Value::Number(_))
+                // In draft 4, this is a flag of `minimum` or `maximum`.
+                | ("exclusiveMinimum" | "exclusiveMaximum", Value::Bool(_)) => value.clone(),
+                ("required", _) if is_string_array(value) => value.clone(),
                 ("minItems" | "maxItems" | "minProperties" | "maxProperties" | "minLength" | "maxLength", _) => {
                     count(value, &inner)?
                 }
@@ -211,20 +209,33 @@ impl<'a> Preparation<'a> {
                     }
                     prepared.into()
                 }
-                ("properties" | "patternProperties", _) => return malformed("an object"),
                 ("anyOf" | "oneOf" | "allOf" | "prefixItems" | "items", Value::Array(parts)) => {
                     let part = |(index, part)| self.subschema(part, &format!("{inner}[{index}]"), depth + 1);
-                    parts.iter().enumerate().map(part).collect::<Result<_, _>>().map(Value::Array)?
+                    let parts = parts.iter().enumerate().map(part).collect::<Result<Vec<_>, _>>()?;
+                    if key == "oneOf" && let Some(exclusive) = self.exclusive_alternatives(schema, &parts, &inner)? {
+                        prepared.insert("anyOf".into(), exclusive);
+                        continue;
+                    }
+                    parts.into()
                 }
-                ("anyOf" | "oneOf" | "allOf" | "prefixItems", _) => return malformed("an array"),
                 ("items" | "additionalItems" | "additionalProperties", _) => {
                     self.subschema(value, &inner, depth + 1)?
                 }
-                (word, _) if self.strict && UNSUPPORTED.contains(&word) && !allows_everything(word, value) => {
-                    return Err(FormatError::new(&inner, format!("`{key}` cannot be enforced in a strict schema")));
+                ("required", _) => return malformed("an array of names"),
+                ("pattern", _) => return malformed("a string"),
+                ("multipleOf" | "minimum" | "maximum" | "exclusiveMinimum" | "exclusiveMaximum", _) => {
+                    return malformed("a number");
                 }
-                // Definitions, and annotations, which do not affect which values are valid.
-                _ => continue,
+                ("properties" | "patternProperties", _) => return malformed("an object"),
+                ("enum" | "anyOf" | "oneOf" | "allOf" | "prefixItems", _) => return malformed("an array"),
+                _ => {
+                    // Other keywords are definitions or annotations, which do not affect which values are valid.
+                    let restricts = |(name, nothing): &&(&str, &str)| name == key && value.to_string() != *nothing;
+                    if UNSUPPORTED.iter().any(|unsupported| restricts(&unsupported)) {
+                        self.ignore(&inner, &format!("`{key}` cannot be enforced in a strict schema"))?;
+                    }
+                    continue;
+                }
             };
             prepared.insert(key.clone(), value);
         }
@@ -241,11 +252,8 @@ impl<'a> Preparation<'a> {
             all.into_iter().for_each(|all| all.extend(patterns.drain(..).map(|pattern| json!({"pattern": pattern}))));
         }
         prepared.extend(patterns.pop().map(|pattern| ("pattern".to_owned(), pattern.into())));
-        self.replace_one_of(schema, &mut prepared, path)?;
         self.replace_keywords(schema, &mut prepared, path)?;
-        self.check_large_constants(&mut prepared, path)?;
-        self.limit_bounds(&mut prepared, path)?;
-        bound_integer(&mut prepared);
+        self.bound_numbers(&mut prepared, path)?;
         let format = prepared.get("format").and_then(Value::as_str).filter(|format| AS_PATTERNS.contains(format));
         let is_limited = ["pattern", "enum", "const"].iter().any(|key| prepared.contains_key(*key));
         if let Some(expression) = format.and_then(string_formats::expression).filter(|_| !is_limited) {
@@ -275,93 +283,68 @@ impl<'a> Preparation<'a> {
         Ok(())
     }
 
-    /// Replaces a strict `oneOf` by alternatives of which only one can match. Each one for objects requires
-    /// OpenAPI's `discriminator`, which Pydantic does not list in `required` if it has a default.
-    fn replace_one_of(
+    /// `parts`, the prepared alternatives of the `oneOf` of `schema`, changed so that a value matches only one of them.
+    /// `None` if that is not possible.
+    fn exclusive_alternatives(
         &mut self,
         schema: &'a Map<String, Value>,
-        prepared: &mut Map<String, Value>,
+        parts: &[Value],
         path: &str,
-    ) -> Result<(), FormatError> {
+    ) -> Result<Option<Value>, FormatError> {
+        let alternatives = schema.get("oneOf").and_then(Value::as_array).map_or(&[][..], Vec::as_slice);
         let tag = schema.get("discriminator").and_then(|discriminator| discriminator.get("propertyName")?.as_str());
-        let one_of = schema.get("oneOf").and_then(Value::as_array).filter(|_| self.strict || tag.is_some());
-        let Some(one_of) = one_of else { return Ok(()) };
-        let is_alone = !schema.contains_key("anyOf");
-        let mut are_disjoint = |tag| disjoint::are_disjoint(one_of, tag, &self.document, &mut self.steps_left);
-        if !(self.strict && is_alone && are_disjoint(None)) {
-            let tag = tag.filter(|tag| !self.strict || are_disjoint(Some(*tag)));
-            let parts = match tag {
-                Some(tag) => {
-                    let part = json!({"type": "object", "required": [tag]});
-                    let may_be_object =
-                        |one| self.values(one).is_none_or(|values| values.others.has_any(TypeSet::OBJECT));
-                    Some(one_of.iter().map(may_be_object).map(|is| is.then(|| part.clone())).collect())
-                }
-                None => equivalents::excluding_parts(one_of, &self.document)
-                    .map(|parts| parts.into_iter().map(Some).collect::<Vec<_>>()),
-            };
-            self.spend(parts.as_ref().map_or(0, |parts| parts.len().pow(2)), path)?;
-            let alternatives = prepared.get_mut("oneOf").and_then(Value::as_array_mut).zip(parts);
-            let Some((alternatives, parts)) = alternatives.filter(|_| is_alone) else {
-                if !self.strict {
-                    return Ok(());
-                }
-                let reason = "`oneOf` can be enforced in a strict schema only if types, constants, a tag or required \
-                              properties tell its alternatives apart; use `anyOf`";
-                return Err(FormatError::new(&format!("{path}.oneOf"), reason));
-            };
-            for (alternative, part) in alternatives.iter_mut().zip(parts) {
-                if let Some(part) = part {
-                    *alternative = json!({"allOf": [alternative.take(), part]});
-                }
-            }
-        }
-        let renamed = std::mem::take(prepared).into_iter();
-        prepared.extend(renamed.map(|(key, value)| (if key == "oneOf" { "anyOf".into() } else { key }, value)));
-        Ok(())
+        let mut are_disjoint = |tag| disjoint::are_disjoint(alternatives, tag, &self.document, &mut self.steps_left);
+        // Pydantic does not list the tag of OpenAPI's `discriminator` in `required` if the tag has a default.
+        let conditions = match tag {
+            _ if schema.contains_key("anyOf") => None,
+            _ if self.strict && are_disjoint(None) => return Ok(Some(parts.into())),
+            Some(tag) if !self.strict || are_disjoint(Some(tag)) => Some(vec![json!({"required": [tag]}); parts.len()]),
+            _ if self.strict => equivalents::excluding_parts(alternatives, &self.document),
+            _ => None,
+        };
+        let Some(conditions) = conditions else {
+            let reason = "`oneOf` can be enforced in a strict schema only if types, constants, a tag or required \
+                          properties tell its alternatives apart; use `anyOf`";
+            return self.ignore(path, reason).map(|()| None);
+        };
+        self.spend(parts.len().pow(2), path)?;
+        Ok(Some(parts.iter().zip(conditions).map(|(part, condition)| json!({"allOf": [part, condition]})).collect()))
     }
 
-    /// Replaces keywords that llguidance does not have. One that has no equivalent is an error if the schema is strict.
+    /// Replaces keywords that llguidance does not have.
     fn replace_keywords(
         &mut self,
         schema: &'a Map<String, Value>,
         prepared: &mut Map<String, Value>,
         path: &str,
     ) -> Result<(), FormatError> {
-        let mut unenforced = Vec::new();
         if schema.get("uniqueItems") == Some(&Value::Bool(true)) {
             let items = schema.get("items").and_then(|items| self.values(items));
             if equivalents::replace_unique_items(prepared, items.as_ref()) {
                 self.spend(prepared.get("enum").and_then(Value::as_array).map_or(0, Vec::len), path)?;
             } else {
-                unenforced
-                    .push(("uniqueItems", "few constants, such as an `enum` of five words, or with `maxItems` of 1"));
+                let reason = "`uniqueItems` can be enforced in a strict schema only for few constants, such as an `enum` \
+                              of five words, or with `maxItems` of 1";
+                self.ignore(&format!("{path}.uniqueItems"), reason)?;
             }
         }
-        if let Some(names) = schema.get("propertyNames") {
-            let values = match schema.get("additionalProperties") {
-                Some(part) if allows_nothing(part) => Value::Bool(false),
-                Some(part @ Value::Object(_)) => json!({"$ref": self.definition(part, "additionalProperties")}),
-                other => other.cloned().unwrap_or(Value::Bool(true)),
-            };
-            let names = self.values(names).filter(|names| names.words.len() <= self.properties_left);
-            let can_enforce = |pattern: &str| self.can_enforce_pattern(pattern, path) == Ok(true);
-            let words = names.as_ref().map_or(0, |names| names.words.len());
-            if names.is_some_and(|names| equivalents::replace_property_names(prepared, &names, &values, can_enforce)) {
-                self.spend_properties(words, path)?;
-            } else {
-                unenforced.push((
-                    "propertyNames",
-                    "an `enum`, or one `pattern` or length for an object without `properties`",
-                ));
+        let Some(names) = schema.get("propertyNames") else { return Ok(()) };
+        let values = match schema.get("additionalProperties") {
+            Some(part) if allows_nothing(part) => Value::Bool(false),
+            Some(part @ Value::Object(_)) => json!({"$ref": self.definition(part, "additionalProperties")}),
+            other => other.cloned().unwrap_or(Value::Bool(true)),
+        };
+        let names = self.values(names).filter(|names| names.words.len() <= self.properties_left);
+        let can_enforce = |pattern: &str| self.can_enforce_pattern(pattern, path) == Ok(true);
+        match names {
+            Some(names) if equivalents::replace_property_names(prepared, &names, &values, can_enforce) => {
+                self.spend_properties(names.words.len(), path)
             }
-        }
-        match unenforced.first().filter(|_| self.strict) {
-            Some((keyword, condition)) => {
-                let reason = format!("`{keyword}` can be enforced in a strict schema only for {condition}");
-                Err(FormatError::new(&format!("{path}.{keyword}"), reason))
+            _ => {
+                let reason = "`propertyNames` can be enforced in a strict schema only for an `enum`, or one `pattern` or \
+                              length for an object without `properties`";
+                self.ignore(&format!("{path}.propertyNames"), reason)
             }
-            None => Ok(()),
         }
     }
 
@@ -401,48 +384,41 @@ impl<'a> Preparation<'a> {
         can_enforce(&RegexAst::SearchRegex(regex_to_lark(pattern, "dw")), self.strict.then_some("schema"), path)
     }
 
-    /// Handles constants with an integer that the compiler would round to an `f64`. Such a constant is an error if the
-    /// schema is strict, and is left out otherwise.
-    fn check_large_constants(&self, schema: &mut Map<String, Value>, path: &str) -> Result<(), FormatError> {
-        for key in ["const", "enum"] {
-            if !schema.get(key).is_some_and(has_rounded_integer) {
-                continue;
+    /// Bounds numbers. A bound that is too far from zero to be compiled is set to the limit if other numbers are on the
+    /// side of zero, and is ignored otherwise. An integer that the compiler would round to a number outside of the bound
+    /// becomes the next number inside. An integer without constants gets the bounds that it lacks.
+    fn bound_numbers(&self, schema: &mut Map<String, Value>, path: &str) -> Result<(), FormatError> {
+        let is_integer = is_integer(schema);
+        let limit = if is_integer { MAX_INTEGER_BOUND } else { MAX_INTEGER };
+        let has_constants = schema.contains_key("enum") || schema.contains_key("const");
+        let bounds = [("minimum", "exclusiveMinimum", -1.0), ("maximum", "exclusiveMaximum", 1.0)];
+        for (key, sign) in bounds.into_iter().flat_map(|(key, exclusive, sign)| [(key, sign), (exclusive, sign)]) {
+            let Some(rounded) = schema.get(key).and_then(Value::as_f64) else { continue };
+            let exact = schema.get(key).and_then(exact_integer).unwrap_or(rounded as i128);
+            let is_outside = sign * (rounded as i128 - exact) as f64 > 0.0;
+            let bound = if is_outside { (sign * rounded).next_down() } else { sign * rounded };
+            if bound > -limit {
+                schema.insert(key.into(), (sign * bound.min(limit)).into());
+            } else {
+                let reason = "a number this far from zero cannot be enforced in a strict schema";
+                self.ignore(&format!("{path}.{key}"), reason)?;
+                schema.shift_remove(key);
             }
-            if self.strict {
-                let reason = "an integer with more digits than an f64 holds cannot be enforced in a strict schema";
-                return Err(FormatError::new(&format!("{path}.{key}"), reason));
-            }
-            schema.shift_remove(key);
+        }
+        let number = |key: &str| schema.get(key).and_then(Value::as_f64);
+        let [min, max] = bounds.map(|(key, exclusive, _)| number(key).or(number(exclusive)));
+        if is_integer && !has_constants && min.is_none() && max.is_none_or(|max| max > -MAX_INTEGER) {
+            schema.insert("minimum".into(), (-MAX_INTEGER).into());
+        }
+        if is_integer && !has_constants && max.is_none() && min.is_none_or(|min| min < MAX_INTEGER) {
+            schema.insert("maximum".into(), MAX_INTEGER.into());
         }
         Ok(())
     }
 
-    /// Handles bounds that cannot be compiled because they are beyond the limit (too far from zero). A large maximum or
-    /// a small minimum is set to the limit. A large minimum or a small maximum would allow only numbers beyond the
-    /// limit. Such a bound is an error if the schema is strict, and is left out otherwise. An integer that the compiler
-    /// would round to a number outside of the bound becomes the next number inside.
-    fn limit_bounds(&self, schema: &mut Map<String, Value>, path: &str) -> Result<(), FormatError> {
-        let limit = if is_integer(schema) { MAX_INTEGER_BOUND } else { MAX_INTEGER as f64 };
-        for (key, sign) in [("minimum", -1.0), ("exclusiveMinimum", -1.0), ("maximum", 1.0), ("exclusiveMaximum", 1.0)]
-        {
-            let Some(rounded) = schema.get(key).and_then(Value::as_f64) else { continue };
-            let exact = schema.get(key).and_then(exact_integer).unwrap_or(rounded as i128);
-            let mut bound = sign * rounded;
-            if sign * (rounded as i128 - exact) as f64 > 0.0 {
-                bound = bound.next_down();
-                schema.insert(key.into(), (sign * bound).into());
-            }
-            if bound >= limit {
-                schema.insert(key.into(), (limit * sign).into());
-            } else if bound <= -limit {
-                if self.strict {
-                    let reason = "a number this far from zero cannot be enforced in a strict schema";
-                    return Err(FormatError::new(&format!("{path}.{key}"), reason));
-                }
-                schema.shift_remove(key);
-            }
-        }
-        Ok(())
+    /// A keyword that cannot be enforced is an error if the schema is strict, and is ignored otherwise.
+    fn ignore(&self, path: &str, reason: &str) -> Result<(), FormatError> {
+        if self.strict { Err(FormatError::new(path, reason)) } else { Ok(()) }
     }
 }
 
@@ -451,16 +427,6 @@ fn count(value: &Value, path: &str) -> Result<Value, FormatError> {
     match value.as_f64() {
         Some(count) if count >= 0.0 && count.fract() == 0.0 && count < 1e15 => Ok((count as u64).into()),
         _ => Err(FormatError::new(path, format!("{value} is not a number of parts"))),
-    }
-}
-
-/// True if an unsupported keyword with this value restricts nothing.
-fn allows_everything(keyword: &str, value: &Value) -> bool {
-    match keyword {
-        "not" => *value == false,
-        "then" | "else" | "unevaluatedItems" | "unevaluatedProperties" => *value == true,
-        "dependencies" | "dependentRequired" | "dependentSchemas" => value.as_object().is_some_and(Map::is_empty),
-        _ => false,
     }
 }
 
@@ -495,28 +461,10 @@ fn has_rounded_integer(value: &Value) -> bool {
     }
 }
 
+/// True if every number of the schema is an integer.
 fn is_integer(schema: &Map<String, Value>) -> bool {
-    match schema.get("type") {
-        Some(Value::Array(names)) => names.iter().any(|name| name == "integer") && !names.iter().any(|n| n == "number"),
-        Some(name) => name == "integer",
-        None => false,
-    }
-}
-
-/// Adds the bounds that an integer lacks.
-fn bound_integer(schema: &mut Map<String, Value>) {
-    if !is_integer(schema) || schema.contains_key("enum") || schema.contains_key("const") {
-        return;
-    }
-    let number = |key: &str| schema.get(key).and_then(Value::as_f64);
-    let min = number("minimum").or(number("exclusiveMinimum"));
-    let max = number("maximum").or(number("exclusiveMaximum"));
-    if min.is_none() && max.is_none_or(|max| max > -MAX_INTEGER as f64) {
-        schema.insert("minimum".into(), (-MAX_INTEGER).into());
-    }
-    if max.is_none() && min.is_none_or(|min| min < MAX_INTEGER as f64) {
-        schema.insert("maximum".into(), MAX_INTEGER.into());
-    }
+    let types = TypeSet::named_by(schema);
+    types.has(TypeSet::INTEGER) && !types.has(TypeSet::NUMBER)
 }
 
 /// The types of a schema by their names in JSON Schema. If the schema is not strict, another name for one of them is

@@ -7,7 +7,7 @@ use super::{
 };
 use fancy_regex::Regex;
 use serde_json::{Map, Value};
-use std::{cell::RefCell, collections::HashMap, rc::Rc, slice};
+use std::{cell::RefCell, collections::HashMap, rc::Rc};
 
 /// Maximum number of parameter sets that `anyOf` and `oneOf` of one tool may result in.
 pub const MAX_PARAMETER_SETS: usize = 64;
@@ -64,9 +64,7 @@ impl<'a> SetReader<'_, 'a> {
             Value::Object(fields) if depth <= MAX_DEPTH && self.parts_left > 0 => fields,
             _ => return vec![Vec::new()],
         };
-        let names =
-            fields.get("type").map_or(&[][..], |names| names.as_array().map_or(slice::from_ref(names), Vec::as_slice));
-        let types = names.iter().filter_map(Value::as_str).map(TypeSet::named).fold(TypeSet::default(), TypeSet::or);
+        let types = TypeSet::named_by(fields);
         if !types.is_empty() && !types.has(TypeSet::OBJECT) {
             return Vec::new();
         }

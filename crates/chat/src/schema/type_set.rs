@@ -1,6 +1,6 @@
 //! Types of JSON values.
 
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 /// A set of types. A field `others` never has strings.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -33,6 +33,15 @@ impl TypeSet {
             "array" | "list" => Self::ARRAY,
             _ => Self::default(),
         }
+    }
+
+    /// The types that the keyword `type` of a schema names.
+    pub fn named_by(schema: &Map<String, Value>) -> Self {
+        let names = match schema.get("type") {
+            Some(Value::Array(names)) => names,
+            name => name.map_or(&[][..], std::slice::from_ref),
+        };
+        names.iter().filter_map(Value::as_str).map(Self::named).fold(Self::default(), Self::or)
     }
 
     /// The types of a value. A whole number may be an integer or not.
