@@ -59,7 +59,7 @@ use argument::{PendingArgument, PendingCall, call_id};
 use declared::Tools;
 pub use delta::Delta;
 use json_call::{JsonAt, JsonCall, JsonScanner};
-use prose::{Found, Prose};
+use prose::{Found, Mark, Prose};
 use serde_json::Value;
 use start::CallFinder;
 use std::ops::Range;
@@ -70,11 +70,16 @@ use value::{ValueContext, ValuePart, ValueScanner};
 const LINE_ENDS: [char; 2] = ['\r', '\n'];
 
 /// Splits streamed text into deltas.
+#[derive(Default)]
 pub struct Parser {
     tools: Tools,
     state: ParserState,
     /// The Markdown of the reasoning or content that is being read.
     prose: Prose,
+    /// The call that is being read.
+    call: PendingCall,
+    /// The value that is being read.
+    value: ValueScanner,
     scanner: JsonScanner,
     /// Text that is not dropped yet. `buffer[at..]` is not parsed yet.
     buffer: String,
@@ -93,28 +98,26 @@ pub struct Parser {
     out: Vec<Delta>,
 }
 
+#[derive(Default, Clone, Copy)]
 enum ParserState {
     /// There was only white space so far. A `<think>` here opens the reasoning even if the prompt did not.
     Start {
-        reasoning: bool,
+        in_reasoning: bool,
     },
     /// Line feeds before reasoning or content are dropped.
     Newlines {
-        reasoning: bool,
+        in_reasoning: bool,
     },
     Reasoning,
+    #[default]
     Content,
-    /// Between the parameters of a call. `stray` is true inside text that does not belong to a parameter.
+    /// Between the parameters of a call. `is_stray` is true inside text that does not belong to a parameter.
     Body {
-        call: PendingCall,
-        stray: bool,
+        is_stray: bool,
     },
-    Argument {
-        call: PendingCall,
-        argument: PendingArgument,
-        /// `None` until the text after the opening tag is known.
-        scanner: Option<Box<ValueScanner>>,
-    },
+    /// After the opening tag of a parameter.
+    ValueStart,
+    Value,
     /// After the end of a call. `in_call` is true before its `</tool_call>`.
     Closing {
         in_call: bool,
@@ -133,21 +136,7 @@ impl Parser {
     /// ([`super::Template::opens_in_reasoning`]). `tools` are the request's tool definitions in OpenAI's format.
     /// Without tools, tool calls are content.
     pub fn new(in_reasoning: bool, tools: &[Value]) -> Self {
-        let state = ParserState::Start { reasoning: in_reasoning };
-        Self {
-            tools: Tools::new(tools),
-            state,
-            prose: Prose::default(),
-            scanner: JsonScanner::default(),
-            buffer: String::new(),
-            at: 0,
-            before: 0,
-            spans: Vec::new(),
-            reasoning_ended_by_call: false,
-            calls: 0,
-            exact_calls: ExactCalls::default(),
-            out: Vec::new(),
-        }
+        Self { tools: Tools::new(tools), state: ParserState::Start { in_reasoning }, ..Self::default() }
     }
 
     /// Reads the calls that `exact_calls` names exactly, in the form to which
@@ -183,15 +172,14 @@ impl Parser {
     }
 
     fn step(&mut self, end: InputEnd) -> StepResult {
-        let last = end != InputEnd::MoreToCome;
-        // Every state function sets the next state.
-        match std::mem::replace(&mut self.state, ParserState::Content) {
-            ParserState::Start { reasoning } => self.start(reasoning, last),
-            ParserState::Newlines { reasoning } => self.newlines(reasoning),
+        match self.state {
+            ParserState::Start { in_reasoning } => self.start(in_reasoning, end),
+            ParserState::Newlines { in_reasoning } => self.newlines(in_reasoning),
             ParserState::Reasoning => self.reasoning(end),
             ParserState::Content => self.content(end),
-            ParserState::Body { call, stray } => self.body(call, stray, end),
-            ParserState::Argument { call, argument, scanner } => self.argument(call, argument, scanner, end),
+            ParserState::Body { is_stray } => self.body(is_stray, end),
+            ParserState::ValueStart => self.value_start(end),
+            ParserState::Value => self.value(end),
             ParserState::Closing { in_call } => self.closing(in_call, end),
         }
     }
@@ -225,25 +213,25 @@ impl Parser {
     /// Drops the rest of the text.
     fn drop_rest(&mut self) -> StepResult {
         self.at = self.buffer.len();
-        self.wait(ParserState::Content)
+        self.state = ParserState::Content;
+        StepResult::NeedMoreText
     }
 
-    fn skip_space(&mut self) {
-        self.at += self.rest().len() - self.rest().trim_start().len();
+    /// Consumes the white space at the start of the text and `length` bytes after it.
+    fn skip(&mut self, length: usize) {
+        self.at += self.rest().len() - self.rest().trim_start().len() + length;
     }
 
     fn to(&mut self, state: ParserState) -> StepResult {
         self.state = state;
+        if matches!(state, ParserState::Reasoning | ParserState::Content) {
+            self.prose = Prose::default();
+        }
         StepResult::Continue
     }
 
-    fn wait(&mut self, state: ParserState) -> StepResult {
-        self.state = state;
-        StepResult::NeedMoreText
-    }
-
-    fn arguments(&mut self, json: String) {
-        self.emit(Delta::Arguments { index: self.calls.saturating_sub(1), json });
+    fn arguments(&mut self, json: impl Into<String>) {
+        self.emit(Delta::Arguments { index: self.calls.saturating_sub(1), json: json.into() });
     }
 
     fn emit(&mut self, delta: Delta) {
@@ -253,99 +241,90 @@ impl Parser {
 
 /// Parsing outside of tool calls.
 impl Parser {
-    fn start(&mut self, reasoning: bool, last: bool) -> StepResult {
-        let rest = self.rest();
-        let text = after_gap(rest).unwrap_or(rest);
-        if text.starts_with(THINK) {
-            self.at += rest.len() - text.len() + THINK.len();
-            self.to(ParserState::Newlines { reasoning: true })
-        } else if !last && THINK.starts_with(text) {
-            self.wait(ParserState::Start { reasoning })
-        } else if reasoning {
-            self.to(ParserState::Newlines { reasoning })
-        } else {
-            self.to(ParserState::Content)
+    fn start(&mut self, in_reasoning: bool, end: InputEnd) -> StepResult {
+        match self.skip_tag(THINK, end) {
+            Reading::Unfinished => StepResult::NeedMoreText,
+            Reading::Found(()) => self.to(ParserState::Newlines { in_reasoning: true }),
+            Reading::Other if in_reasoning => self.to(ParserState::Newlines { in_reasoning }),
+            Reading::Other => self.to(ParserState::Content),
         }
     }
 
-    fn newlines(&mut self, reasoning: bool) -> StepResult {
+    /// Consumes `tag` if the text starts with it, also after white space.
+    fn skip_tag(&mut self, tag: &str, end: InputEnd) -> Reading<()> {
+        let text = after_gap(self.rest()).unwrap_or(self.rest());
+        if text.starts_with(tag) {
+            self.skip(tag.len());
+            Reading::Found(())
+        } else if end == InputEnd::MoreToCome && tag.starts_with(text) {
+            Reading::Unfinished
+        } else {
+            Reading::Other
+        }
+    }
+
+    fn newlines(&mut self, in_reasoning: bool) -> StepResult {
         self.at += self.rest().len() - self.rest().trim_start_matches(LINE_ENDS).len();
         if self.rest().is_empty() {
-            self.wait(ParserState::Newlines { reasoning })
-        } else {
-            self.prose = Prose::default();
-            self.to(if reasoning { ParserState::Reasoning } else { ParserState::Content })
+            return StepResult::NeedMoreText;
         }
+        self.to(if in_reasoning { ParserState::Reasoning } else { ParserState::Content })
     }
 
     fn reasoning(&mut self, end: InputEnd) -> StepResult {
-        let found = self.scan_prose(end, true);
+        let Found { at, mark } = self.scan_prose(end, true);
         let rest = self.rest();
-        let (at, is_known) = match found {
-            Found::Call(at) | Found::EndThink(at) => (at, true),
-            Found::Nothing(at) => (at, end == InputEnd::Truncated && at < rest.len()),
-        };
-        let certain = if is_known { rest[..at].trim_end_matches(LINE_ENDS).len() } else { at };
-        let skipped = at - certain;
-        let text = self.take(certain);
-        self.prose.consume(certain);
+        let is_end = mark.is_some() || end == InputEnd::Truncated && at < rest.len();
+        let length = if is_end { rest[..at].trim_end_matches(LINE_ENDS).len() } else { at };
+        let text = self.take(length);
+        self.prose.consume(length);
         self.emit(Delta::Reasoning(text));
-        match found {
-            Found::Call(_) => {
+        match mark {
+            Some(Mark::Call) => {
                 self.reasoning_ended_by_call = true;
                 self.open_call(end)
             }
-            Found::EndThink(_) => {
-                self.at += skipped + END_THINK.len();
-                self.to(ParserState::Newlines { reasoning: false })
+            Some(Mark::EndThink) => {
+                self.at += at - length + END_THINK.len();
+                self.to(ParserState::Newlines { in_reasoning: false })
             }
-            Found::Nothing(_) if end == InputEnd::Truncated => self.drop_rest(),
-            Found::Nothing(_) => self.wait(ParserState::Reasoning),
+            None if end == InputEnd::Truncated => self.drop_rest(),
+            None => StepResult::NeedMoreText,
         }
     }
 
     fn content(&mut self, end: InputEnd) -> StepResult {
-        let last = end != InputEnd::MoreToCome;
         if self.reasoning_ended_by_call {
-            let rest = self.rest();
-            let text = after_gap(rest).unwrap_or(rest);
-            if text.starts_with(END_THINK) {
-                self.at += rest.len() - text.len() + END_THINK.len();
-                self.reasoning_ended_by_call = false;
-                return self.to(ParserState::Newlines { reasoning: false });
-            } else if !last && END_THINK.starts_with(text) {
-                return self.wait(ParserState::Content);
+            let end_think = self.skip_tag(END_THINK, end);
+            if let Reading::Unfinished = end_think {
+                return StepResult::NeedMoreText;
             }
             self.reasoning_ended_by_call = false;
+            if let Reading::Found(()) = end_think {
+                return self.to(ParserState::Newlines { in_reasoning: false });
+            }
         }
         if self.tools.is_empty() {
             self.take_content(self.rest().len());
-            return self.wait(ParserState::Content);
+            return StepResult::NeedMoreText;
         }
-        let found = self.scan_prose(end, false);
+        let Found { at, mark } = self.scan_prose(end, false);
         let rest = self.rest();
-        let certain = match found {
-            Found::Call(at) | Found::EndThink(at) => rest[..at].trim_end().len(),
-            Found::Nothing(at) if end == InputEnd::MoreToCome => at,
+        let is_cut = end == InputEnd::Truncated && (self.calls > 0 || matches!(tag_at(&rest[at..]), TagAt::Found(_)));
+        let length = match mark {
+            None if end == InputEnd::MoreToCome => at,
             // White space after a call is dropped, and so is an incomplete start of a call.
-            Found::Nothing(at) if end == InputEnd::Truncated && (self.calls > 0 || self.has_tag(at)) => {
-                rest[..at].trim_end().len()
-            }
-            Found::Nothing(_) if self.calls > 0 && rest.trim().is_empty() => 0,
-            Found::Nothing(_) => rest.len(),
+            None if !is_cut && self.calls > 0 && rest.trim().is_empty() => 0,
+            None if !is_cut => rest.len(),
+            _ => rest[..at].trim_end().len(),
         };
-        self.take_content(certain);
-        self.prose.consume(certain);
-        match found {
-            Found::Call(_) => self.open_call(end),
-            _ if last => self.drop_rest(),
-            _ => self.wait(ParserState::Content),
+        self.take_content(length);
+        self.prose.consume(length);
+        match mark {
+            Some(_) => self.open_call(end),
+            None if end == InputEnd::MoreToCome => StepResult::NeedMoreText,
+            None => self.drop_rest(),
         }
-    }
-
-    /// True if a whole tag of a call is at `at` in the rest of the text.
-    fn has_tag(&self, at: usize) -> bool {
-        matches!(tag_at(&self.rest()[at..]), TagAt::Found(_))
     }
 
     fn scan_prose(&mut self, end: InputEnd, in_reasoning: bool) -> Found {
@@ -357,8 +336,7 @@ impl Parser {
 
     /// Starts the call at the next `<tool_call>` or `<function=NAME>`.
     fn open_call(&mut self, end: InputEnd) -> StepResult {
-        self.prose = Prose::default();
-        self.skip_space();
+        self.skip(0);
         let is_constrained = self.exact_calls != ExactCalls::None;
         let is_exact = is_constrained && self.rest().starts_with("<tool_call>\n<function=");
         let after = after_tool_calls(self.rest()).unwrap_or_default().len();
@@ -374,10 +352,16 @@ impl Parser {
 impl Parser {
     /// Starts a call whose header has `length` bytes.
     fn start_call(&mut self, name: String, length: usize, is_exact: bool) -> StepResult {
-        self.at += length;
         self.announce(name.clone());
         let parameters = self.tools.parameters(&name);
-        self.begin_body(PendingCall { name, parameters, seen: Vec::new(), empty: None, is_exact })
+        self.call = PendingCall { name, parameters, is_exact, ..PendingCall::default() };
+        self.continue_call(length)
+    }
+
+    /// Continues a call after a tag of `length` bytes.
+    fn continue_call(&mut self, length: usize) -> StepResult {
+        self.at += length;
+        self.to(ParserState::Body { is_stray: false })
     }
 
     fn announce(&mut self, name: String) {
@@ -385,52 +369,37 @@ impl Parser {
         self.calls += 1;
     }
 
-    fn begin_body(&mut self, call: PendingCall) -> StepResult {
-        self.to(ParserState::Body { call, stray: false })
-    }
-
-    fn body(&mut self, mut call: PendingCall, stray: bool, end: InputEnd) -> StepResult {
-        let last = end != InputEnd::MoreToCome;
-        if stray {
+    fn body(&mut self, is_stray: bool, end: InputEnd) -> StepResult {
+        if is_stray {
             self.take_content(self.rest().len() - self.rest().trim_start().len());
-        } else {
-            self.skip_space();
         }
-        let rest = self.rest();
-        match tag_at(rest) {
-            TagAt::Unfinished if !last => self.wait(ParserState::Body { call, stray }),
-            TagAt::Unfinished if end == InputEnd::Truncated => {
-                // Clients read empty arguments as a call without arguments. The opening brace makes the arguments invalid
-                // JSON instead.
-                self.end_argument(&mut call);
-                self.arguments(if call.seen.is_empty() { "{" } else { "" }.into());
-                self.drop_rest()
-            }
+        self.skip(0);
+        match tag_at(self.rest()) {
+            TagAt::Unfinished if end == InputEnd::MoreToCome => StepResult::NeedMoreText,
             TagAt::Unfinished => {
-                self.end_call(call);
+                self.end_call(end);
                 self.drop_rest()
             }
             TagAt::Found(Tag { kind, length, is_exact }) => match kind {
-                TagKind::Parameter(name) if is_exact || call.knows(&name) => {
-                    self.at += length;
-                    self.start_argument(call, name)
-                }
+                TagKind::Parameter(name) if is_exact || self.call.knows(&name) => self.start_argument(name, length),
+                TagKind::Parameter(_) => self.stray_text(),
                 // The end of a value, or a repeated tag.
-                TagKind::EndParameter => self.skip_tag(call, length),
-                TagKind::Function(name) if name == call.name && call.seen.is_empty() => self.skip_tag(call, length),
-                TagKind::Parameter(_) => self.stray_text(call),
+                TagKind::EndParameter => self.continue_call(length),
+                TagKind::Function(name) if name == self.call.name && self.call.seen.is_empty() => {
+                    self.continue_call(length)
+                }
                 TagKind::EndFunction | TagKind::EndToolCall | TagKind::ToolCall | TagKind::Function(_) => {
-                    self.end_call(call);
+                    self.end_call(InputEnd::Complete);
                     self.to(ParserState::Closing { in_call: true })
                 }
             },
-            TagAt::Other if call.seen.is_empty() && !stray => self.json_body(call, end),
-            TagAt::Other => self.stray_text(call),
+            TagAt::Other if self.call.seen.is_empty() && !is_stray => self.json_body(end),
+            TagAt::Other => self.stray_text(),
         }
     }
 
     /// Reads arguments that are written as one JSON object.
-    fn json_body(&mut self, call: PendingCall, end: InputEnd) -> StepResult {
+    fn json_body(&mut self, end: InputEnd) -> StepResult {
         let rest = &self.buffer[self.at..];
         let text = after_opening(rest).unwrap_or_default();
         let skip = rest.len() - text.len();
@@ -440,13 +409,13 @@ impl Parser {
                 self.at += skip + length;
                 self.to(ParserState::Closing { in_call: true })
             }
-            JsonAt::Unfinished if end == InputEnd::MoreToCome => self.wait(ParserState::Body { call, stray: false }),
+            JsonAt::Unfinished if end == InputEnd::MoreToCome => StepResult::NeedMoreText,
             JsonAt::Unfinished if end == InputEnd::Truncated => {
                 let start = if text.is_empty() { "{" } else { text };
                 self.arguments(start.to_owned());
                 self.drop_rest()
             }
-            JsonAt::Unfinished | JsonAt::Other => self.stray_text(call),
+            JsonAt::Unfinished | JsonAt::Other => self.stray_text(),
         }
     }
 
@@ -462,96 +431,91 @@ impl Parser {
                 self.at = at + length;
                 self.to(ParserState::Closing { in_call: true })
             }
-            JsonAt::Unfinished if end == InputEnd::MoreToCome => self.wait(ParserState::Closing { in_call: true }),
-            JsonAt::Unfinished | JsonAt::Other => self.start_content(),
+            JsonAt::Unfinished if end == InputEnd::MoreToCome => StepResult::NeedMoreText,
+            JsonAt::Unfinished | JsonAt::Other => self.to(ParserState::Content),
         }
-    }
-
-    fn skip_tag(&mut self, call: PendingCall, length: usize) -> StepResult {
-        self.at += length;
-        self.begin_body(call)
     }
 
     /// Emits text that belongs to no parameter as content.
-    fn stray_text(&mut self, mut call: PendingCall) -> StepResult {
-        self.end_argument(&mut call);
+    fn stray_text(&mut self) -> StepResult {
+        self.end_argument();
         let rest = self.rest();
         let first = rest.chars().next().map_or(0, char::len_utf8);
         self.take_content(rest[first..].find('<').map_or(rest.len(), |at| first + at));
-        self.to(ParserState::Body { call, stray: true })
+        self.to(ParserState::Body { is_stray: true })
     }
 
-    fn start_argument(&mut self, mut call: PendingCall, name: String) -> StepResult {
-        if let Some(argument) = call.empty.take_if(|argument| argument.name == name) {
-            return self.to(ParserState::Argument { call, argument, scanner: None });
+    /// Starts the argument whose opening tag has `length` bytes.
+    fn start_argument(&mut self, name: String, length: usize) -> StepResult {
+        self.at += length;
+        if self.call.argument.as_ref().is_none_or(|argument| argument.name != name) {
+            self.end_argument();
+            let types = self.tools.types(&self.call.name, &name);
+            let (argument, json) = PendingArgument::new(name.clone(), types, &self.call);
+            self.arguments(json);
+            self.call.seen.push(name);
+            self.call.argument = Some(argument);
         }
-        self.end_argument(&mut call);
-        let types = self.tools.types(&call.name, &name);
-        let (argument, json) = PendingArgument::new(name.clone(), types, &call);
-        self.arguments(json);
-        call.seen.push(name);
-        self.to(ParserState::Argument { call, argument, scanner: None })
+        self.to(ParserState::ValueStart)
     }
 
-    /// Ends the last argument, if that has not been done because its value is empty.
-    fn end_argument(&mut self, call: &mut PendingCall) {
-        if let Some(argument) = call.empty.take() {
+    /// Ends the last argument, if that has not been done yet.
+    fn end_argument(&mut self) {
+        if let Some(argument) = self.call.argument.take() {
             self.arguments(argument.finish());
         }
     }
 
-    fn argument(
-        &mut self,
-        mut call: PendingCall,
-        mut argument: PendingArgument,
-        scanner: Option<Box<ValueScanner>>,
-        end: InputEnd,
-    ) -> StepResult {
-        let Some(mut scanner) = scanner.or_else(|| self.start_value(end)) else {
-            return self.wait(ParserState::Argument { call, argument, scanner: None });
-        };
-        let context = ValueContext { call: &call, argument: &argument, tools: &self.tools };
-        let ValuePart { mut value, end: value_end } = scanner.scan(self.rest(), end, &context);
-        if end == InputEnd::Complete
-            && let Some(at) = unfinished_tag(&self.rest()[..value])
-            && argument.has_other_type(&self.rest()[..at])
-        {
-            value = at;
-        }
-        let json = argument.push(&self.rest()[..value]);
-        self.arguments(json);
-        let Some(value_end) = value_end else {
-            self.at += value;
-            scanner.consume(value);
-            return match end {
-                InputEnd::Truncated => self.drop_rest(),
-                _ => self.wait(ParserState::Argument { call, argument, scanner: Some(scanner) }),
-            };
-        };
-        self.at += value_end;
-        if scanner.is_empty_before(value) {
-            call.empty = Some(argument);
-        } else {
-            self.arguments(argument.finish());
-        }
-        self.begin_body(call)
-    }
-
-    /// Skips the line end before a value. `None` if more text decides whether there is one.
-    fn start_value(&mut self, end: InputEnd) -> Option<Box<ValueScanner>> {
+    /// Skips the line end before a value, once it is known whether there is one.
+    fn value_start(&mut self, end: InputEnd) -> StepResult {
         let rest = self.rest();
         if end == InputEnd::MoreToCome && ["", "\r"].contains(&rest) {
-            return None;
+            return StepResult::NeedMoreText;
         }
         let line_end = ["\r\n", "\n"].into_iter().find(|line_end| rest.starts_with(line_end)).unwrap_or_default();
         self.at += line_end.len();
-        Some(Box::new(ValueScanner::new(line_end)))
+        self.value = ValueScanner::new(line_end);
+        self.to(ParserState::Value)
     }
 
-    /// Closes a call's arguments.
-    fn end_call(&mut self, mut call: PendingCall) {
-        self.end_argument(&mut call);
-        self.arguments(if call.seen.is_empty() { "{}" } else { "}" }.into());
+    fn value(&mut self, end: InputEnd) -> StepResult {
+        let Some(mut argument) = self.call.argument.take() else { return self.continue_call(0) };
+        let rest = &self.buffer[self.at..];
+        let context = ValueContext { call: &self.call, argument: &argument, tools: &self.tools };
+        let ValuePart { mut value, end: value_end } = self.value.scan(rest, end, &context);
+        if end == InputEnd::Complete
+            && let Some(at) = unfinished_tag(&rest[..value])
+            && argument.has_other_type(&rest[..at])
+        {
+            value = at;
+        }
+        let json = argument.push(&rest[..value]);
+        self.arguments(json);
+        self.call.argument = Some(argument);
+        match value_end {
+            Some(value_end) => {
+                // The tag of a parameter may be repeated before its value.
+                if !self.value.is_empty_before(value) {
+                    self.end_argument();
+                }
+                self.continue_call(value_end)
+            }
+            None if end == InputEnd::Truncated => self.drop_rest(),
+            None => {
+                self.at += value;
+                self.value.consume(value);
+                StepResult::NeedMoreText
+            }
+        }
+    }
+
+    /// Closes a call's arguments. Those of a call that the token limit cut stay invalid JSON, because clients read empty
+    /// arguments as a call without arguments.
+    fn end_call(&mut self, end: InputEnd) {
+        self.end_argument();
+        let open = if self.call.seen.is_empty() { "{" } else { "" };
+        let close = if end == InputEnd::Truncated { "" } else { "}" };
+        self.arguments([open, close].concat());
     }
 
     /// Drops closing tags after a call.
@@ -562,29 +526,23 @@ impl Parser {
         let extra = &after[..after.len() - next.len()];
         let skip = self.rest().len() - next.len();
         match tag_at(next) {
-            _ if skip > MAX_GAP => self.start_content(),
+            _ if skip > MAX_GAP => self.to(ParserState::Content),
             TagAt::Found(Tag { kind: TagKind::Function(name), length, is_exact })
                 if in_call && extra.is_empty() && (is_exact || self.tools.has(&name)) =>
             {
-                self.at += skip;
-                self.start_call(name, length, false)
+                self.start_call(name, skip + length, false)
             }
             TagAt::Found(Tag { kind, length, .. }) if kind.closes() => {
                 self.at += skip + length;
                 self.to(ParserState::Closing { in_call: in_call && kind != TagKind::EndToolCall })
             }
-            TagAt::Unfinished if end == InputEnd::MoreToCome => self.wait(ParserState::Closing { in_call }),
+            TagAt::Unfinished if end == InputEnd::MoreToCome => StepResult::NeedMoreText,
             TagAt::Unfinished if end == InputEnd::Truncated || next.is_empty() || next.starts_with("</") => {
                 self.drop_rest()
             }
             TagAt::Other if in_call && !extra.contains('`') => self.json_calls(skip, end),
-            _ => self.start_content(),
+            _ => self.to(ParserState::Content),
         }
-    }
-
-    fn start_content(&mut self) -> StepResult {
-        self.prose = Prose::default();
-        self.to(ParserState::Content)
     }
 }
 

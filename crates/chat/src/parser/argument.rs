@@ -8,6 +8,7 @@ use std::{
 };
 
 /// The call that is being parsed.
+#[derive(Default)]
 pub(super) struct PendingCall {
     /// The function's name.
     pub name: String,
@@ -15,8 +16,8 @@ pub(super) struct PendingCall {
     pub parameters: Vec<String>,
     /// Names of the parameters so far.
     pub seen: Vec<String>,
-    /// The last argument, if its value is empty so far. The tag of its parameter may be repeated before the value.
-    pub empty: Option<PendingArgument>,
+    /// The last argument, if it has not ended yet.
+    pub argument: Option<PendingArgument>,
     /// True if a grammar constrains the call.
     pub is_exact: bool,
 }

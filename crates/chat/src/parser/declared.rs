@@ -6,6 +6,7 @@ use serde_json::Value;
 use std::collections::BTreeSet;
 
 /// Tool definitions in OpenAI's format.
+#[derive(Default)]
 pub(super) struct Tools(Vec<Value>);
 
 impl Tools {

@@ -3,23 +3,23 @@
 //! A fence and inline code count only if they are closed: a call after a fence that stays open is a call. Until the text
 //! after the tag shows this, it is held back.
 
-use super::{quotes::Quotes, tags::InputEnd};
+use super::{
+    quotes::Quotes,
+    tags::{InputEnd, Reading},
+};
 
-/// Meaning of a `<` in prose.
-pub(super) enum Start {
+/// What a `<` in prose may start.
+pub(super) enum Mark {
     Call,
     EndThink,
-    /// More text decides.
-    Unknown,
-    Text,
 }
 
-/// Result of [`Prose::scan`], with an offset in the unconsumed text.
-pub(super) enum Found {
-    Call(usize),
-    EndThink(usize),
-    /// No call starts before this offset. If more text follows, the white space before a call that may follow is left out.
-    Nothing(usize),
+/// Result of [`Prose::scan`].
+pub(super) struct Found {
+    /// Offset in the unconsumed text of the mark. Without a mark, no call starts before this offset. If more text follows,
+    /// the white space before a call that may follow is left out.
+    pub at: usize,
+    pub mark: Option<Mark>,
 }
 
 /// Length of the start of a line that is searched for a fence.
@@ -65,20 +65,22 @@ impl Prose {
         self.consumed += length;
     }
 
-    /// Reads on in `text`, the unconsumed text. `start` judges a `<`. Its second argument is true if the `<` is the first
+    /// Reads on in `text`, the unconsumed text. `judge` reads a `<`. Its second argument is true if the `<` is the first
     /// text of its line.
-    pub fn scan(&mut self, text: &str, end: InputEnd, mut start: impl FnMut(&str, bool) -> Start) -> Found {
+    pub fn scan(&mut self, text: &str, end: InputEnd, mut judge: impl FnMut(&str, bool) -> Reading<Mark>) -> Found {
         while let Some(c) = text[self.position - self.consumed..].chars().next() {
-            let rest = &text[self.position - self.consumed..];
+            let at = self.position - self.consumed;
             if c == '<' {
-                match start(rest, !self.has_text) {
-                    Start::EndThink => return Found::EndThink(self.position - self.consumed),
-                    Start::Unknown if end != InputEnd::Complete => break,
-                    Start::Call if self.quoted.is_none() => match self.is_quoted(rest, end != InputEnd::MoreToCome) {
-                        Some(true) => {}
-                        Some(false) => return Found::Call(self.position - self.consumed),
-                        None => break,
-                    },
+                match judge(&text[at..], !self.has_text) {
+                    Reading::Found(Mark::EndThink) => return Found { at, mark: Some(Mark::EndThink) },
+                    Reading::Found(Mark::Call) if self.quoted.is_none() => {
+                        match self.is_quoted(&text[at..], end != InputEnd::MoreToCome) {
+                            Some(true) => {}
+                            Some(false) => return Found { at, mark: Some(Mark::Call) },
+                            None => break,
+                        }
+                    }
+                    Reading::Unfinished if end != InputEnd::Complete => break,
                     _ => {}
                 }
             }
@@ -91,11 +93,12 @@ impl Prose {
         if end == InputEnd::Complete {
             self.end_line();
         }
-        match &self.quoted {
-            Some(call) if end == InputEnd::Complete => Found::Call(call.at - self.consumed),
-            Some(call) if end == InputEnd::MoreToCome => Found::Nothing(call.text_end - self.consumed),
-            None if end == InputEnd::MoreToCome => Found::Nothing(self.text_end - self.consumed),
-            _ => Found::Nothing(self.position - self.consumed),
+        let found = |offset: usize, mark| Found { at: offset - self.consumed, mark };
+        match (&self.quoted, end) {
+            (Some(call), InputEnd::Complete) => found(call.at, Some(Mark::Call)),
+            (Some(call), InputEnd::MoreToCome) => found(call.text_end, None),
+            (None, InputEnd::MoreToCome) => found(self.text_end, None),
+            _ => found(self.position, None),
         }
     }
 

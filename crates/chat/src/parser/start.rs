@@ -14,8 +14,8 @@
 use super::{
     declared::Tools,
     json_call::{JsonAt, JsonScanner},
-    prose::Start,
-    tags::{END_THINK, InputEnd, Tag, TagAt, TagKind, after_gap, after_opening, after_tool_calls, tag_at},
+    prose::Mark,
+    tags::{END_THINK, InputEnd, Reading, Tag, TagAt, TagKind, after_gap, after_opening, after_tool_calls, tag_at},
 };
 
 /// Judges each `<` outside of calls.
@@ -30,31 +30,28 @@ pub(super) struct CallFinder<'a> {
 
 impl CallFinder<'_> {
     /// Judges the `<` that `text`, the rest of the answer, starts with. In reasoning, only known tools can be called.
-    pub fn judge(&mut self, text: &str, starts_line: bool) -> Start {
+    pub fn judge(&mut self, text: &str, starts_line: bool) -> Reading<Mark> {
         if self.in_reasoning && text.starts_with(END_THINK) {
-            return Start::EndThink;
+            return Reading::Found(Mark::EndThink);
         }
         if self.tools.is_empty() {
-            return if self.in_reasoning && END_THINK.starts_with(text) { Start::Unknown } else { Start::Text };
+            let is_half = self.in_reasoning && END_THINK.starts_with(text);
+            return if is_half { Reading::Unfinished } else { Reading::Other };
         }
-        let Some(function) = after_tool_calls(text) else { return Start::Text };
+        let Some(function) = after_tool_calls(text) else { return Reading::Other };
         let is_bare = function.len() == text.len();
         let (name, length, is_exact) = match tag_at(function) {
-            TagAt::Unfinished => return Start::Unknown,
+            TagAt::Unfinished => return Reading::Unfinished,
             TagAt::Found(Tag { kind: TagKind::Function(name), length, is_exact }) => (name, length, is_exact),
             TagAt::Other if !is_bare => {
-                let offset = self.length - function.len();
-                return match self.scanner.calls(offset, function, self.end, self.tools) {
-                    JsonAt::Found(..) => Start::Call,
-                    JsonAt::Unfinished => Start::Unknown,
-                    JsonAt::Other => Start::Text,
-                };
+                let calls = self.scanner.calls(self.length - function.len(), function, self.end, self.tools);
+                return calls.and_then(|_| Some(Mark::Call));
             }
-            TagAt::Found(_) | TagAt::Other => return Start::Text,
+            TagAt::Found(_) | TagAt::Other => return Reading::Other,
         };
         let is_known = self.tools.has(&name);
         if !is_bare && is_exact && (is_known || !self.in_reasoning) {
-            return Start::Call;
+            return Reading::Found(Mark::Call);
         }
         let (header, body) = function.split_at(length);
         let line = body.trim_start_matches([' ', '\t', '\r']);
@@ -62,26 +59,19 @@ impl CallFinder<'_> {
         // `<function name="NAME">` without `<tool_call>` is XML.
         let is_attribute = !is_exact && header.ends_with('>');
         if !is_known || (is_bare && (is_attribute || !is_on_edge)) {
-            return Start::Text;
+            return Reading::Other;
         }
-        let Some(after) = after_opening(body) else { return Start::Text };
+        let Some(after) = after_opening(body) else { return Reading::Other };
         let (next, is_json) = match self.scanner.object(self.length - after.len(), after, self.end) {
-            JsonAt::Unfinished if self.end == InputEnd::Truncated && !after.is_empty() => return Start::Text,
-            JsonAt::Unfinished => return Start::Unknown,
+            JsonAt::Unfinished if self.end == InputEnd::Truncated && !after.is_empty() => return Reading::Other,
+            JsonAt::Unfinished => return Reading::Unfinished,
             JsonAt::Found((_, length)) => (&after[length..], true),
             JsonAt::Other => (body, false),
         };
-        match after_gap(next).map_or(TagAt::Other, tag_at) {
-            TagAt::Unfinished => Start::Unknown,
-            TagAt::Found(tag) if is_json => {
-                if tag.kind.closes() {
-                    Start::Call
-                } else {
-                    Start::Text
-                }
-            }
-            TagAt::Found(Tag { kind: TagKind::ToolCall | TagKind::EndToolCall, .. }) | TagAt::Other => Start::Text,
-            TagAt::Found(_) => Start::Call,
-        }
+        let is_body = |tag: Tag| match tag.kind {
+            kind if is_json => kind.closes(),
+            kind => !matches!(kind, TagKind::ToolCall | TagKind::EndToolCall),
+        };
+        after_gap(next).map_or(TagAt::Other, tag_at).and_then(|tag| is_body(tag).then_some(Mark::Call))
     }
 }

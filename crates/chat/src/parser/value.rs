@@ -24,6 +24,7 @@ pub(super) struct ValueContext<'a> {
 }
 
 /// Follows a value up to its end. Offsets count from the start of the value.
+#[derive(Default)]
 pub(super) struct ValueScanner {
     /// True if a line end comes before the value.
     is_block: bool,
@@ -136,19 +137,7 @@ pub(super) struct ValuePart {
 impl ValueScanner {
     /// `line_end` is the line end before the value, or empty.
     pub fn new(line_end: &str) -> Self {
-        Self {
-            is_block: !line_end.is_empty(),
-            has_crlf: line_end != "\n",
-            consumed: 0,
-            position: 0,
-            quotes: Quotes::default(),
-            starts_line: true,
-            last: None,
-            line_ended: false,
-            candidate: None,
-            open: Vec::new(),
-            matched: None,
-        }
+        Self { is_block: !line_end.is_empty(), has_crlf: line_end != "\n", starts_line: true, ..Self::default() }
     }
 
     /// True if the value has no text before `end`, an offset in the unconsumed text.
@@ -166,23 +155,20 @@ impl ValueScanner {
         if context.call.is_exact {
             return self.scan_exact(text, end, context.argument);
         }
-        let is_ended = self.read(text, end, context);
-        let at = |offset: usize| offset - self.consumed;
-        let candidate = self.candidate.as_ref();
-        match (candidate, end) {
-            (Some(found), _) if is_ended => self.part(text, at(found.at)),
-            (Some(found), InputEnd::Complete) => self.part(text, at(found.at)),
-            (None, InputEnd::Complete) => match self.matched {
-                Some(matched) => self.part(text, at(matched.at)),
+        let is_ended = self.read(text, end, context) || end == InputEnd::Complete;
+        match (&self.candidate, end) {
+            (Some(found), _) if is_ended => self.part(text, found.at),
+            (Some(found), InputEnd::Truncated) if found.is_closed && !found.opens() => self.part(text, found.at),
+            (Some(found), InputEnd::Truncated) if !found.has_text => {
+                ValuePart { end: None, ..self.part(text, found.at) }
+            }
+            (_, InputEnd::Truncated) => ValuePart { end: None, ..self.part(text, self.position) },
+            (_, InputEnd::Complete) => match self.matched {
+                Some(matched) => self.part(text, matched.at),
                 None => ValuePart { value: text.len(), end: Some(text.len()) },
             },
-            (Some(found), InputEnd::Truncated) if found.is_closed && !found.opens() => self.part(text, at(found.at)),
-            (Some(found), InputEnd::Truncated) if !found.has_text => {
-                ValuePart { end: None, ..self.part(text, at(found.at)) }
-            }
-            (_, InputEnd::Truncated) => ValuePart { end: None, ..self.part(text, at(self.position)) },
             (_, InputEnd::MoreToCome) => {
-                let value = self.before_tag(text, at(self.held_from()));
+                let ValuePart { value, .. } = self.part(text, self.held_from());
                 // A line feed may follow the carriage return.
                 let is_half = self.has_crlf && text[..value].ends_with('\r');
                 ValuePart { value: value - usize::from(is_half), end: None }
@@ -208,20 +194,18 @@ impl ValueScanner {
         }
     }
 
-    fn part(&self, text: &str, at: usize) -> ValuePart {
-        ValuePart { value: self.before_tag(text, at), end: Some(at) }
-    }
-
-    /// The length of the value before a tag at `at`: the line end and the indentation before the tag are markup.
-    fn before_tag(&self, text: &str, at: usize) -> usize {
+    /// The value that ends with the tag at `offset`: the line end and the indentation before the tag are markup.
+    fn part(&self, text: &str, offset: usize) -> ValuePart {
+        let at = offset - self.consumed;
         let mut before = text.as_bytes()[..at].iter().rev().take(MAX_INDENTATION);
         let indentation = before.position(|byte| !b" \t".contains(byte)).unwrap_or(MAX_INDENTATION);
         let line = &text[..at.saturating_sub(indentation)];
-        match line.strip_suffix('\n') {
+        let value = match line.strip_suffix('\n') {
             Some(value) if self.has_crlf => value.strip_suffix('\r').unwrap_or(value).len(),
             Some(value) => value.len(),
             None => at,
-        }
+        };
+        ValuePart { value, end: Some(at) }
     }
 
     /// Offset of the first text that may not be part of the value.
