@@ -450,8 +450,8 @@ impl Parser {
         self.at += length;
         if self.call.argument.as_ref().is_none_or(|argument| argument.name != name) {
             self.end_argument();
-            let types = self.tools.types(&self.call.name, &name);
-            let (argument, json) = PendingArgument::new(name.clone(), types, &self.call);
+            let allowed = self.tools.values(&self.call.name, &name);
+            let (argument, json) = PendingArgument::new(name.clone(), allowed, &self.call);
             self.arguments(json);
             self.call.seen.push(name);
             self.call.argument = Some(argument);

@@ -1,6 +1,7 @@
 //! A tool call whose text is still being streamed: its id, and its arguments written as JSON.
 
-use super::json_types::JsonTypes;
+use super::json_types::{is_nested, is_string_from, to_json};
+use crate::schema::ValueType;
 use serde_json::Value;
 use std::{
     hash::{BuildHasher, RandomState},
@@ -38,7 +39,8 @@ impl PendingCall {
 /// when it is complete, because an incomplete value cannot be checked.
 pub(super) struct PendingArgument {
     pub name: String,
-    types: JsonTypes,
+    /// The values that the schema allows.
+    allowed: ValueType,
     /// Text that is not written yet. `None` while a string is being written.
     held: Option<String>,
     /// True if the call already has this parameter. Nothing is written then.
@@ -47,8 +49,8 @@ pub(super) struct PendingArgument {
 
 impl PendingArgument {
     /// Returns the next argument of `call` and the start of its JSON.
-    pub fn new(name: String, types: JsonTypes, call: &PendingCall) -> (Self, String) {
-        let is_string = types.only_string();
+    pub fn new(name: String, allowed: ValueType, call: &PendingCall) -> (Self, String) {
+        let is_string = allowed.others.is_empty();
         let is_ignored = call.seen.contains(&name);
         let json = if is_ignored {
             String::new()
@@ -56,24 +58,25 @@ impl PendingArgument {
             let opening = if call.seen.is_empty() { '{' } else { ',' };
             format!("{opening}{}:{}", Value::from(name.as_str()), if is_string { "\"" } else { "" })
         };
-        (Self { name, types, held: (!is_string).then(String::new), is_ignored }, json)
+        (Self { name, allowed, held: (!is_string).then(String::new), is_ignored }, json)
     }
 
     /// True if the value that ends with `text` has a type other than a string.
     pub fn has_other_type(&self, text: &str) -> bool {
-        self.held.as_ref().is_some_and(|held| !self.types.json(&format!("{held}{text}")).starts_with('"'))
+        self.held.as_ref().is_some_and(|held| !to_json(&self.allowed, &format!("{held}{text}")).starts_with('"'))
     }
 
     /// True if no tag can be a part of the value that ends with `text`: it is complete JSON, or empty, and no string is
     /// allowed.
     pub fn is_complete(&self, text: &str) -> bool {
         let is_empty = text.trim().is_empty() && self.held.as_ref().is_some_and(|held| held.trim().is_empty());
-        !self.types.may_be_string() && (is_empty || self.has_other_type(text))
+        !self.allowed.has_strings() && (is_empty || self.has_other_type(text))
     }
 
     /// True if the value that starts with `text` is an array or an object, whose strings may have any text.
     pub fn is_nested(&self, text: &str) -> bool {
-        self.held.as_ref().is_some_and(|held| self.types.are_nested(if held.trim().is_empty() { text } else { held }))
+        let start = |held: &String| is_nested(&self.allowed, if held.trim().is_empty() { text } else { held });
+        self.held.as_ref().is_some_and(start)
     }
 
     /// Takes the next piece of the value and returns the JSON that can be written.
@@ -85,7 +88,7 @@ impl PendingArgument {
         match &self.held {
             _ if self.is_ignored => String::new(),
             None => escaped(text),
-            Some(held) if self.types.is_string_from(held) => {
+            Some(held) if is_string_from(&self.allowed, held) => {
                 let json = format!("\"{}", escaped(held));
                 self.held = None;
                 json
@@ -99,7 +102,7 @@ impl PendingArgument {
         if self.is_ignored {
             return String::new();
         }
-        self.held.as_ref().map_or_else(|| "\"".into(), |text| self.types.json(text))
+        self.held.as_ref().map_or_else(|| "\"".into(), |text| to_json(&self.allowed, text))
     }
 }
 

@@ -1,7 +1,6 @@
 //! The names of the tools of a request and of their parameters.
 
-use super::json_types::JsonTypes;
-use crate::schema::{Document, parameter_sets, without_nulls};
+use crate::schema::{Document, ValueType, any_value, parameter_sets, without_nulls};
 use serde_json::Value;
 use std::collections::BTreeSet;
 
@@ -22,9 +21,12 @@ impl Tools {
         functions(&self.0, name).next().is_some()
     }
 
-    /// Types of a parameter of a tool.
-    pub fn types(&self, function: &str, parameter: &str) -> JsonTypes {
-        JsonTypes::of(self.schema(function), parameter)
+    /// The values of a parameter of a tool. Strings if its schema does not specify them.
+    pub fn values(&self, function: &str, parameter: &str) -> ValueType {
+        let Some(schema) = self.schema(function) else { return ValueType::strings() };
+        let document = Document::new(schema);
+        let values = any_value(&parameter_sets(&[schema], &document), parameter, &document);
+        if values.is_nothing() { ValueType::strings() } else { values }
     }
 
     /// Names of the parameters of a tool. Empty if its schema names none.

@@ -1,92 +1,63 @@
-//! The JSON types that a tool's schema allows for a parameter, and the conversion of raw text to these types.
+//! Converts the raw text of a parameter to JSON of a type that its schema allows.
 
 use super::python;
 use crate::{
     json_numbers, json_repair,
-    schema::{Document, TypeSet, ValueType, any_value, parameter_sets},
+    schema::{TypeSet, ValueType},
 };
 use serde_json::Value;
 
-/// The types of a parameter.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct JsonTypes {
-    string: bool,
-    others: TypeSet,
-    /// Strings that the schema lists. Such a text is a string, whatever else it may be.
-    words: Vec<String>,
+/// True if a text that starts with `start` is a string, however it continues.
+pub(super) fn is_string_from(allowed: &ValueType, start: &str) -> bool {
+    allowed.has_strings()
+        && TypeSet::NULL.has(allowed.others)
+        && !["null", "None"].iter().any(|word| word.starts_with(start.trim()))
 }
 
-impl JsonTypes {
-    /// Types of parameter `name` in a tool's schema of parameters. A string if the schema does not specify a type.
-    pub fn of(schema: Option<&Value>, name: &str) -> Self {
-        let value = schema.map_or_else(ValueType::nothing, |schema| {
-            let document = Document::new(schema);
-            any_value(&parameter_sets(&[schema], &document), name, &document)
-        });
-        Self { string: value.has_strings() || value.is_nothing(), others: value.others, words: value.words }
+/// True if a text that starts with `start` is an array or an object.
+pub(super) fn is_nested(allowed: &ValueType, start: &str) -> bool {
+    match start.trim_start().chars().next() {
+        Some('[') => allowed.others.has_any(TypeSet::ARRAY),
+        Some('{') => allowed.others.has_any(TypeSet::OBJECT),
+        _ => false,
     }
+}
 
-    pub fn only_string(&self) -> bool {
-        self.string && self.others.is_empty()
-    }
+/// Converts a parameter's raw text to JSON.
+///
+/// Text that parses as an allowed type keeps the model's spelling, such as the digits of a number. Any other text
+/// is a string. If a string is allowed together with another type, a word of an `enum` is a string, and other text
+/// that parses as the other type has that type. Models also write `null` where the schema does not allow it, and
+/// values in Python's spelling, in a Markdown fence or in a JSON string. All of these are accepted unless the
+/// parameter may be a string; `None` is also accepted for a string that may be null, because templates of models
+/// print null so.
+pub(super) fn to_json(allowed: &ValueType, text: &str) -> String {
+    let is_word = allowed.others.is_empty() || allowed.words.iter().any(|known| known == text);
+    let value = if is_word { None } else { other_value(allowed, text.trim()) };
+    let inner = || if allowed.has_strings() { None } else { unwrapped(text.trim()) };
+    let value = value.or_else(|| other_value(allowed, inner()?.trim()));
+    value.unwrap_or_else(|| Value::from(text).to_string())
+}
 
-    pub fn may_be_string(&self) -> bool {
-        self.string
-    }
+/// The JSON of `word` if it is a value of an allowed type other than a string.
+fn other_value(allowed: &ValueType, word: &str) -> Option<String> {
+    let may_be_string = allowed.has_strings();
+    let fits = |json: &String| match json_type(json) {
+        Some(TypeSet::NULL) => !may_be_string || allowed.others.has(TypeSet::NULL),
+        Some(TypeSet::TRUE | TypeSet::FALSE) => allowed.others.has_any(TypeSet::BOOLEAN),
+        Some(kind) => allowed.others.has(kind),
+        None => false,
+    };
+    let as_json = Some(word.to_owned()).filter(fits);
+    let is_python = !may_be_string || word == "None";
+    as_json.or_else(|| python::to_json(word).filter(|json| is_python && fits(json)))
+}
 
-    /// True if a text that starts with `start` is a string, however it continues.
-    pub fn is_string_from(&self, start: &str) -> bool {
-        self.string
-            && TypeSet::NULL.has(self.others)
-            && !["null", "None"].iter().any(|word| word.starts_with(start.trim()))
-    }
-
-    /// True if a text that starts with `start` is an array or an object.
-    pub fn are_nested(&self, start: &str) -> bool {
-        match start.trim_start().chars().next() {
-            Some('[') => self.others.has_any(TypeSet::ARRAY),
-            Some('{') => self.others.has_any(TypeSet::OBJECT),
-            _ => false,
-        }
-    }
-
-    /// Converts a parameter's raw text to JSON.
-    ///
-    /// Text that parses as an allowed type keeps the model's spelling, such as the digits of a number. Any other text
-    /// is a string. If a string is allowed together with another type, a word of an `enum` is a string, and other text
-    /// that parses as the other type has that type. Models also write `null` where the schema does not allow it, and
-    /// values in Python's spelling, in a Markdown fence or in a JSON string. All of these are accepted unless the
-    /// parameter may be a string; `None` is also accepted for a string that may be null, because templates of models
-    /// print null so.
-    pub fn json(&self, text: &str) -> String {
-        let is_word = self.only_string() || self.words.iter().any(|known| known == text);
-        let value = if is_word { None } else { self.value(text.trim()) };
-        let value = value.or_else(|| if self.string { None } else { self.value(unwrapped(text.trim())?.trim()) });
-        value.unwrap_or_else(|| Value::from(text).to_string())
-    }
-
-    /// The JSON of `word` if it is a value of an allowed type other than a string.
-    fn value(&self, word: &str) -> Option<String> {
-        let is_boolean = self.others.has_any(TypeSet::BOOLEAN);
-        match word {
-            "null" | "None" if self.others.has(TypeSet::NULL) || !self.string => Some("null".into()),
-            "true" | "false" if is_boolean => Some(word.into()),
-            "True" | "False" if is_boolean && !self.string => Some(word.to_lowercase()),
-            _ if self.fits(word) => Some(word.into()),
-            _ if self.string => None,
-            _ => python::to_json(word).filter(|json| self.fits(json)),
-        }
-    }
-
-    /// True if `json` is a number, an array or an object of an allowed type.
-    fn fits(&self, json: &str) -> bool {
-        match json_numbers::is_integer(json) {
-            Some(integral) => self.others.has(if integral { TypeSet::INTEGER } else { TypeSet::NUMBER }),
-            None => match serde_json::from_str(&json_repair::repair(json)) {
-                Ok(value @ (Value::Array(_) | Value::Object(_))) => self.others.has(TypeSet::of(&value)),
-                _ => false,
-            },
-        }
+/// The type of a JSON text. `None` for text that is no JSON.
+fn json_type(json: &str) -> Option<TypeSet> {
+    match json_numbers::is_integer(json) {
+        Some(is_integer) => Some(if is_integer { TypeSet::INTEGER } else { TypeSet::NUMBER }),
+        None => serde_json::from_str(&json_repair::repair(json)).ok().map(|value| TypeSet::of(&value)),
     }
 }
 
@@ -98,15 +69,24 @@ fn unwrapped(text: &str) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{super::declared::Tools, *};
     use serde_json::json;
+
+    fn tools(parameters: &Value) -> Tools {
+        Tools::new(&[json!({"name": "f", "parameters": parameters})])
+    }
+
+    /// The values of parameter `p` of a tool.
+    fn values(parameters: &Value) -> ValueType {
+        tools(parameters).values("f", "p")
+    }
 
     fn read(schema: Value, text: &str) -> String {
         let parameters = json!({
             "type": "object", "properties": {"p": schema},
             "$defs": {"Point": {"type": "object"}, "Loop": {"$ref": "#/$defs/Loop"}}
         });
-        JsonTypes::of(Some(&parameters), "p").json(text)
+        to_json(&values(&parameters), text)
     }
 
     #[test]
@@ -161,7 +141,7 @@ mod tests {
         assert_eq!(read(json!({"items": {}}), "[]"), "[]");
         assert_eq!(read(json!({"$ref": "#/$defs/Loop"}), "1"), "\"1\"");
         assert_eq!(read(json!({}), "1"), "\"1\"");
-        assert!(JsonTypes::of(None, "p").only_string());
+        assert!(Tools::new(&[]).values("f", "p").others.is_empty());
     }
 
     #[test]
@@ -174,7 +154,7 @@ mod tests {
             json!({"additionalProperties": {"type": "integer"}}),
             json!({"allOf": [{"properties": {"q": {}}, "additionalProperties": false}, part]}),
         ] {
-            assert_eq!(JsonTypes::of(Some(&parameters), "p").json("1"), "1", "{parameters}");
+            assert_eq!(to_json(&values(&parameters), "1"), "1", "{parameters}");
         }
     }
 
@@ -191,9 +171,9 @@ mod tests {
             (json!({"properties": {"p": false}}), false),
             (json!({"additionalProperties": false}), false),
         ] {
-            let types = JsonTypes::of(Some(&json!({"anyOf": [typed, other]})), "p");
-            assert_eq!(types.json("5"), "5", "{other}");
-            assert_eq!(types.may_be_string(), may_be_string, "{other}");
+            let values = values(&json!({"anyOf": [typed, other]}));
+            assert_eq!(to_json(&values, "5"), "5", "{other}");
+            assert_eq!(values.has_strings(), may_be_string, "{other}");
         }
     }
 
@@ -289,9 +269,10 @@ mod tests {
             }},
             "P<s>": {"type": "integer"}, "N": {"$anchor": "n", "type": "integer"}
         }});
+        let tools = tools(&parameters);
         for name in ["a", "b", "c", "d", "e"] {
-            assert_eq!(JsonTypes::of(Some(&parameters), name).json("5"), "5", "{name}");
+            assert_eq!(to_json(&tools.values("f", name), "5"), "5", "{name}");
         }
-        assert_eq!(JsonTypes::of(Some(&parameters), "f").json("5"), "\"5\"");
+        assert_eq!(to_json(&tools.values("f", "f"), "5"), "\"5\"");
     }
 }

@@ -72,6 +72,11 @@ impl ValueType {
         Self { texts, is_typed: false, ..Self::of_types(TypeSet::OTHERS) }
     }
 
+    /// Every string.
+    pub fn strings() -> Self {
+        Self { texts: vec![TextLimits::default()], ..Self::nothing() }
+    }
+
     pub fn nothing() -> Self {
         Self::of_types(TypeSet::default())
     }
@@ -266,7 +271,7 @@ fn own_type(fields: &Map<String, Value>, infers_types: bool) -> ValueType {
 
 fn named_type(name: &str) -> ValueType {
     match TypeSet::named(name).and(TypeSet::OTHERS) {
-        others if others.is_empty() => ValueType { texts: vec![TextLimits::default()], ..ValueType::nothing() },
+        others if others.is_empty() => ValueType::strings(),
         others => ValueType::of_types(others),
     }
 }
