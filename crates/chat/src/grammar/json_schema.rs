@@ -65,8 +65,6 @@ const FORMATS: [&str; 10] =
 /// February in every year.
 const AS_PATTERNS: [&str; 3] = ["time", "date", "date-time"];
 
-const TYPES: [&str; 7] = ["null", "boolean", "object", "array", "number", "string", "integer"];
-
 /// Returns the schema to compile.
 ///
 /// # Errors
@@ -470,10 +468,7 @@ fn is_integer(schema: &Map<String, Value>) -> bool {
 /// The types of a schema by their names in JSON Schema. If the schema is not strict, another name for one of them is
 /// replaced, and an unknown name is left out. The value is `None` if no name is left.
 fn check_type(value: &Value, strict: bool, path: &str) -> Result<Option<Value>, FormatError> {
-    let standard = |name: &Value| {
-        let types = TypeSet::named(name.as_str()?);
-        TYPES.into_iter().find(|known| TypeSet::named(known) == types).map(Value::from)
-    };
+    let standard = |name: &Value| TypeSet::named(name.as_str()?).names().next().map(Value::from);
     let known = match value {
         Value::Array(names) => Some(names.iter().filter_map(standard).collect::<Vec<_>>())
             .filter(|names| strict || !names.is_empty())
@@ -484,7 +479,7 @@ fn check_type(value: &Value, strict: bool, path: &str) -> Result<Option<Value>, 
     if is_well_formed && (known.as_ref() == Some(value) || !strict) {
         return Ok(known);
     }
-    Err(FormatError::new(path, format!("type is {value}; the types are {}", TYPES.join(", "))))
+    Err(FormatError::new(path, format!("type is {value}; the types are {}", TypeSet::NAMES.join(", "))))
 }
 
 fn is_string_array(value: &Value) -> bool {
@@ -494,31 +489,26 @@ fn is_string_array(value: &Value) -> bool {
 /// Finds the smallest part of a prepared schema for which `compile_error` returns an error. `reason` is the error of
 /// the whole schema. Returns the path and the error of the part, or an empty path and `reason` if no part fails alone.
 pub fn locate(schema: &Value, reason: String, compile_error: impl Fn(&Value) -> Option<String>) -> (String, String) {
-    let mut path = String::new();
-    let mut reason = reason;
+    let shared = ["$defs", "x-guidance"].into_iter().filter_map(|key| Some((key.to_owned(), schema.get(key)?.clone())));
+    let shared: Map<String, Value> = shared.collect();
+    // Booleans are skipped, because they always compile. References are not followed, because the target of a reference
+    // is checked where it is defined.
+    let error = |part: &Value| {
+        let mut alone = part.as_object()?.clone();
+        alone.extend(shared.clone());
+        compile_error(&alone.into())
+    };
+    let mut found = (String::new(), reason);
     let mut part = schema;
     // Each step compiles the parts of one level. All levels together are at most as large as the schema.
-    'down: for _ in 0..MAX_DEPTH {
-        for (key, name, child) in subschemas(part) {
-            // Skips booleans, which always compile. References are not followed, because the target of a reference is
-            // checked where it is defined.
-            let Value::Object(alone) = child else { continue };
-            let mut alone = alone.clone();
-            for key in ["$defs", "x-guidance"] {
-                if let Some(value) = schema.get(key) {
-                    alone.insert(key.into(), value.clone());
-                }
-            }
-            if let Some(cause) = compile_error(&Value::Object(alone)) {
-                path += &if key == "$defs" { name } else { format!(".{key}{name}") };
-                reason = cause;
-                part = child;
-                continue 'down;
-            }
-        }
-        break;
+    while let Some((key, name, child, cause)) =
+        subschemas(part).into_iter().find_map(|(key, name, child)| Some((key, name, child, error(child)?)))
+    {
+        let step = if key == "$defs" { name } else { format!(".{key}{name}") };
+        found = (found.0 + &step, cause);
+        part = child;
     }
-    (path, reason)
+    found
 }
 
 /// Turns `schema` into a schema that can be compiled alone, with the definitions of `root` that it refers to.

@@ -42,14 +42,12 @@ impl RawText {
     pub fn of(value: &ValueType, misread: TypeSet, prefix: &str, strict: bool) -> Result<Self, FormatError> {
         let mut raw = Self::default();
         let excluded = misread_texts(misread);
-        if !value.has_strings() {
-            return Ok(raw);
-        }
         if excluded.is_empty() && value.texts.iter().any(TextLimits::is_unlimited) {
             raw.alternatives.push(TEXT.into());
             return Ok(raw);
         }
-        let mut choices = literals(value, strict)?;
+        let mut choices = words(value, strict)?;
+        choices.extend(other_values(value.others.and(raw_types(value, misread))));
         for (at, text) in value.texts.iter().enumerate() {
             let only_max = TextLimits { max: text.max, ..TextLimits::default() };
             match text.max {
@@ -59,11 +57,6 @@ impl RawText {
                 _ => choices.extend(expression(text, &excluded, strict)?),
             }
         }
-        if value.texts.is_empty() {
-            raw.alternatives.extend((!choices.is_empty()).then(|| format!("({}) {END}", choices.join(" | "))));
-            return Ok(raw);
-        }
-        choices.extend(if misread.has(TypeSet::NUMBER) { None } else { number(value.others) });
         if !choices.is_empty() {
             raw.rules += &format!("STRING_{prefix}: ({}) {END}\n", choices.join(" | "));
             raw.alternatives.push(format!("STRING_{prefix}"));
@@ -80,8 +73,20 @@ impl RawText {
     }
 }
 
-/// The words of an `enum`, `null` and the booleans.
-fn literals(value: &ValueType, strict: bool) -> Result<Vec<String>, FormatError> {
+/// The types other than strings whose values are raw text. They are those that share a terminal with strings.
+pub fn raw_types(value: &ValueType, misread: TypeSet) -> TypeSet {
+    let literals = TypeSet::NULL.or(TypeSet::BOOLEAN);
+    if !value.has_strings() {
+        TypeSet::default()
+    } else if value.texts.is_empty() || misread.has(TypeSet::NUMBER) {
+        literals
+    } else {
+        literals.or(TypeSet::NUMBER)
+    }
+}
+
+/// The words of an `enum`.
+fn words(value: &ValueType, strict: bool) -> Result<Vec<String>, FormatError> {
     let has_tag = |word: &&String| TAGS.iter().any(|tag| word.contains(tag));
     let words: Vec<&String> = value.words.iter().filter(|word| !has_tag(word)).collect();
     let are_all_lost = words.is_empty() && value.texts.is_empty();
@@ -89,9 +94,7 @@ fn literals(value: &ValueType, strict: bool) -> Result<Vec<String>, FormatError>
         let reason = "`enum` or `const` has a word with a tag of a tool call, which cannot be an argument of a call";
         return Err(FormatError::new("", reason));
     }
-    let others = [("null", TypeSet::NULL), ("true", TypeSet::TRUE), ("false", TypeSet::FALSE)];
-    let others = others.into_iter().filter(|(_, types)| value.others.has(*types)).map(|(word, _)| literal(word));
-    Ok(words.into_iter().map(|word| literal(word)).chain(others).collect())
+    Ok(words.into_iter().map(|word| literal(word)).collect())
 }
 
 /// Expressions of the texts that the parser reads as another type.
@@ -107,11 +110,16 @@ fn misread_texts(misread: TypeSet) -> Vec<&'static str> {
     texts.into_iter().filter(|(types, _)| misread.has(*types)).map(|(_, text)| text).collect()
 }
 
-/// Expression of a number without limits.
-fn number(others: TypeSet) -> Option<String> {
-    let digits = "-?(0|[1-9][0-9]{0,17})";
-    let fraction = if others.has(TypeSet::NUMBER) { r"(\.[0-9]{1,17})?([eE][+-]?[0-9]{1,2})?" } else { "" };
-    others.has(TypeSet::INTEGER).then(|| format!("/{digits}{fraction}/"))
+/// Expressions of null, of the booleans and of numbers without limits.
+fn other_values(types: TypeSet) -> impl Iterator<Item = String> {
+    let expressions = [
+        (TypeSet::NULL, r#""null""#),
+        (TypeSet::TRUE, r#""true""#),
+        (TypeSet::FALSE, r#""false""#),
+        (TypeSet::INTEGER, "/-?(0|[1-9][0-9]{0,17})/"),
+        (TypeSet::NUMBER, r"/-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][+-]?[0-9]{1,2})?/"),
+    ];
+    expressions.into_iter().filter(move |(kind, _)| types.has(*kind)).map(|(_, expression)| expression.to_owned())
 }
 
 /// Expression of the texts that keep their limits and that are none of `excluded`. `None` if there is no such text.

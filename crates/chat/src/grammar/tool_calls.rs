@@ -17,7 +17,7 @@ use super::{
     CancelFlag,
     format::{AllowedTools, FormatError},
     json_schema::{self, PATTERN_PROPERTIES},
-    raw_text::{END, RawText, TEXT_RULE, literal, name_expression},
+    raw_text::{END, RawText, TEXT_RULE, literal, name_expression, raw_types},
 };
 use crate::schema::{Document, MAX_PARAMETER_SETS, ParameterSet, TypeSet, ValueType, any_value, parameter_sets};
 use llguidance::api::GrammarWithLexer;
@@ -250,10 +250,10 @@ impl ToolWriter<'_> {
         let text = RawText::of(&value, misread, &prefix, self.strict)?;
         self.grammar.lark += &text.rules;
         let mut alternatives = text.alternatives;
-        let types = json_types(&value, misread);
+        let types = value.others.without(raw_types(&value, misread));
         if !types.is_empty() {
             let name = format!("value_{}_{}", self.index, self.grammar.values.len());
-            let schema = json_schema::with_definitions(json_part(schemas, &value, &types), self.root, self.strict);
+            let schema = json_schema::with_definitions(json_part(schemas, &value, types), self.root, self.strict);
             self.spend(schema.to_string().len() / PARAMETER_BYTES)?;
             let grammar = GrammarWithLexer::from_json_schema(schema);
             self.grammar.values.push(GrammarWithLexer { name: Some(name.clone()), ..grammar });
@@ -263,24 +263,8 @@ impl ToolWriter<'_> {
     }
 }
 
-/// The names of the types that are written as JSON. Next to strings, some values are raw text.
-fn json_types(value: &ValueType, misread: TypeSet) -> Vec<&'static str> {
-    let is_json = !value.has_strings();
-    let number_is_json = value.texts.is_empty() || misread.has(TypeSet::NUMBER);
-    let number = if value.others.has(TypeSet::NUMBER) { "number" } else { "integer" };
-    let types = [
-        ("null", TypeSet::NULL, is_json),
-        ("boolean", TypeSet::BOOLEAN, is_json),
-        (number, TypeSet::NUMBER, number_is_json),
-        ("array", TypeSet::ARRAY, true),
-        ("object", TypeSet::OBJECT, true),
-    ];
-    let written = types.into_iter().filter(|(_, types, is_json)| *is_json && value.others.has_any(*types));
-    written.map(|(name, ..)| name).collect()
-}
-
 /// The schema of the values that are written as JSON.
-fn json_part(schemas: &[&Value], value: &ValueType, types: &[&str]) -> Value {
+fn json_part(schemas: &[&Value], value: &ValueType, types: TypeSet) -> Value {
     let selects = |schema: &&Value| {
         let keywords = ["type", "enum", "const", "$ref", "allOf", "anyOf", "oneOf"];
         keywords.iter().any(|key| schema.get(key).is_some())
@@ -290,7 +274,7 @@ fn json_part(schemas: &[&Value], value: &ValueType, types: &[&str]) -> Value {
         [schema] if has_types => (*schema).clone(),
         _ => {
             let mut all = schemas.iter().map(|schema| (*schema).clone()).collect::<Vec<_>>();
-            all.push(json!({"type": types}));
+            all.push(json!({"type": types.names().collect::<Vec<_>>()}));
             json!({"allOf": all})
         }
     }

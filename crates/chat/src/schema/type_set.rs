@@ -20,6 +20,18 @@ impl TypeSet {
     /// Every type except strings.
     pub const OTHERS: Self = Self((1 << 7) - 1);
 
+    /// The names of types in JSON Schema.
+    pub const NAMES: [&str; 7] = ["null", "boolean", "object", "array", "number", "string", "integer"];
+
+    /// The names of these types in JSON Schema.
+    pub fn names(self) -> impl Iterator<Item = &'static str> {
+        let is_named = move |name: &&str| match Self::named(name) {
+            numbers if numbers.has(Self::INTEGER) => self.and(Self::NUMBER) == numbers,
+            types => self.has_any(types),
+        };
+        Self::NAMES.into_iter().filter(is_named)
+    }
+
     /// The types that a schema calls `name`. Schemas for Gemini have upper case, and those written by hand also Python's
     /// names. Empty if there is no such type.
     pub fn named(name: &str) -> Self {
@@ -63,6 +75,10 @@ impl TypeSet {
 
     pub const fn or(self, other: Self) -> Self {
         Self(self.0 | other.0)
+    }
+
+    pub const fn without(self, other: Self) -> Self {
+        Self(self.0 & !other.0)
     }
 
     /// True if the set has all of `types`.
