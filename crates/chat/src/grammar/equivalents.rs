@@ -59,7 +59,7 @@ fn unique_arrays(constants: &[Value], min: usize, max: usize) -> Option<Vec<Valu
         start = end;
     }
     let arrays: Vec<Value> = arrays.into_iter().filter(|array| array.len() >= min).map(|array| json!(array)).collect();
-    (size(&arrays) <= MAX_BYTES).then_some(arrays)
+    serde_json::to_string(&arrays).is_ok_and(|json| json.len() <= MAX_BYTES).then_some(arrays)
 }
 
 /// Replaces `propertyNames`, which allows `names`, in `prepared`, a prepared schema. `values` is the schema of
@@ -130,11 +130,6 @@ pub fn excluding_parts<'a>(one_of: &'a [Value], document: &Document<'a>) -> Opti
 fn required<'a>(schema: &'a Value, document: &Document<'a>) -> Option<Vec<&'a str>> {
     let named = schema.get("required").or_else(|| document.target(schema)?.get("required"));
     named?.as_array()?.iter().map(Value::as_str).collect()
-}
-
-/// Number of bytes of the JSON of a value.
-fn size(value: &impl serde::Serialize) -> usize {
-    serde_json::to_string(value).map_or(usize::MAX, |json| json.len())
 }
 
 #[cfg(test)]

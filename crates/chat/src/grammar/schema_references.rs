@@ -5,7 +5,7 @@
 //! and llguidance checks no limit while it compiles that automaton.
 
 use super::format::FormatError;
-use crate::schema::WITH_OBJECT;
+use crate::schema::{Document, WITH_OBJECT};
 use serde_json::{Map, Value};
 use std::collections::{HashMap, HashSet};
 
@@ -28,9 +28,7 @@ const WITH_ARRAY: [&str; 4] = ["anyOf", "oneOf", "allOf", "prefixItems"];
 /// # Errors
 /// A `multipleOf` has too many digits, or too many patterns or multiples apply to one value.
 pub fn check(root: &Value) -> Result<(), FormatError> {
-    let schema = Schema { root };
-    let mut visits = MAX_VISITS;
-    schema.check_intersections(root, "", &mut visits)
+    check_intersections(&Document::new(root), root, "", &mut MAX_VISITS.clone())
 }
 
 /// The direct subschemas of a prepared schema: their keywords, their names or indices, and the parts.
@@ -51,86 +49,72 @@ pub fn subschemas(schema: &Value) -> Vec<(&str, String, &Value)> {
     parts
 }
 
-/// A prepared schema.
-struct Schema<'a> {
-    root: &'a Value,
+fn check_intersections<'a>(
+    document: &Document<'a>,
+    schema: &'a Value,
+    path: &str,
+    visits: &mut usize,
+) -> Result<(), FormatError> {
+    let Value::Object(fields) = schema else { return Ok(()) };
+    if let Some(divisor) = fields.get("multipleOf").and_then(Value::as_f64) {
+        let (coefficient, _) = decimal(divisor);
+        if coefficient.fract() != 0.0 || coefficient > MAX_MULTIPLE {
+            let reason = format!("its digits are a number above {MAX_MULTIPLE}, or it has more than eight decimals");
+            return Err(FormatError::new(&format!("{path}.multipleOf"), reason));
+        }
+    }
+    if intersects(fields) {
+        let mut counts = HashMap::new();
+        count_patterns(document, schema, "", &mut counts, &mut HashSet::new(), visits);
+        let are_many = |multiples: &[f64]| multiples.len() > 1 && multiples.iter().product::<f64>() > MAX_MULTIPLE;
+        if counts.values().any(|counted| are_many(&counted.multiples)) {
+            let reason = "one value must be a multiple of several numbers whose product is too large";
+            return Err(FormatError::new(path, reason));
+        }
+        if *visits == 0 || counts.values().any(|counted| counted.patterns > MAX_INTERSECTED_PATTERNS) {
+            let reason = format!("one value must match more than {MAX_INTERSECTED_PATTERNS} patterns or formats");
+            return Err(FormatError::new(path, reason));
+        }
+    }
+    for (key, name, part) in subschemas(schema) {
+        check_intersections(document, part, &format!("{path}.{key}{name}"), visits)?;
+    }
+    Ok(())
 }
 
-impl<'a> Schema<'a> {
-    /// The part that `schema` refers to. `None` if `schema` has no reference. All references of a prepared schema are
-    /// pointers.
-    fn target(&self, schema: &Value) -> Option<&'a Value> {
-        self.root.pointer(schema.get("$ref")?.as_str()?.strip_prefix('#')?)
+/// Counts the restrictions of `schema` by the name of the property that they apply to. The count is an upper bound,
+/// because it adds up the restrictions of alternatives, and of properties with the same name on different levels.
+fn count_patterns<'a>(
+    document: &Document<'a>,
+    schema: &'a Value,
+    property: &str,
+    counts: &mut HashMap<String, Restrictions>,
+    followed: &mut HashSet<*const Value>,
+    visits: &mut usize,
+) {
+    *visits = visits.saturating_sub(1);
+    let Value::Object(fields) = schema else { return };
+    if *visits == 0 {
+        return;
     }
-
-    fn check_intersections(&self, schema: &'a Value, path: &str, visits: &mut usize) -> Result<(), FormatError> {
-        let Value::Object(fields) = schema else { return Ok(()) };
-        if let Some(divisor) = fields.get("multipleOf").and_then(Value::as_f64) {
-            let (coefficient, _) = decimal(divisor);
-            if coefficient.fract() != 0.0 || coefficient > MAX_MULTIPLE {
-                let reason =
-                    format!("its digits are a number above {MAX_MULTIPLE}, or it has more than eight decimals");
-                return Err(FormatError::new(&format!("{path}.multipleOf"), reason));
-            }
-        }
-        if intersects(fields) {
-            let mut counts = HashMap::new();
-            let mut followed = HashSet::new();
-            self.count_patterns(schema, "", &mut counts, &mut followed, visits);
-            let are_many = |multiples: &[f64]| multiples.len() > 1 && multiples.iter().product::<f64>() > MAX_MULTIPLE;
-            if counts.values().any(|counted| are_many(&counted.multiples)) {
-                let reason = "one value must be a multiple of several numbers whose product is too large";
-                return Err(FormatError::new(path, reason));
-            }
-            let max = counts.values().map(|counted| counted.patterns).max().unwrap_or(0);
-            if max > MAX_INTERSECTED_PATTERNS || *visits == 0 {
-                let reason = format!("one value must match more than {MAX_INTERSECTED_PATTERNS} patterns or formats");
-                return Err(FormatError::new(path, reason));
-            }
-        }
-        for (key, name, part) in subschemas(schema) {
-            self.check_intersections(part, &format!("{path}.{key}{name}"), visits)?;
-        }
-        Ok(())
+    let counted = counts.entry(property.to_owned()).or_default();
+    counted.patterns += ["pattern", "format"].iter().filter(|key| fields.contains_key(**key)).count();
+    if let Some(divisor) = fields.get("multipleOf").and_then(Value::as_f64) {
+        let (coefficient, scale) = decimal(divisor);
+        counted.multiples.push(coefficient * scale);
     }
-
-    /// Counts the restrictions of `schema` by the name of the property that they apply to. The count is an upper bound,
-    /// because it adds up the restrictions of alternatives, and of properties with the same name on different levels.
-    fn count_patterns(
-        &self,
-        schema: &'a Value,
-        property: &str,
-        counts: &mut HashMap<String, Restrictions>,
-        followed: &mut HashSet<*const Value>,
-        visits: &mut usize,
-    ) {
-        *visits = visits.saturating_sub(1);
-        let Value::Object(fields) = schema else { return };
-        if *visits == 0 {
-            return;
-        }
-        let patterns = ["pattern", "format"].iter().filter(|key| fields.contains_key(**key)).count();
-        let counted = counts.entry(property.to_owned()).or_default();
-        counted.patterns += patterns;
-        if let Some(divisor) = fields.get("multipleOf").and_then(Value::as_f64) {
-            let (coefficient, scale) = decimal(divisor);
-            counted.multiples.push(coefficient * scale);
-        }
-        if let Some(target) = self.target(schema)
-            && followed.insert(target)
-        {
-            self.count_patterns(target, property, counts, followed, visits);
-        }
-        for (key, name, part) in subschemas(schema) {
-            let name = match key {
-                "properties" => name.as_str(),
-                "patternProperties" | "additionalProperties" => "*",
-                "anyOf" | "oneOf" | "allOf" => property,
-                "$defs" => continue,
-                _ => "[]",
-            };
-            self.count_patterns(part, name, counts, followed, visits);
-        }
+    if let Some(target) = document.target(schema).filter(|target| followed.insert(std::ptr::from_ref(*target))) {
+        count_patterns(document, target, property, counts, followed, visits);
+    }
+    for (key, name, part) in subschemas(schema) {
+        let name = match key {
+            "properties" => name.as_str(),
+            "patternProperties" | "additionalProperties" => "*",
+            "anyOf" | "oneOf" | "allOf" => property,
+            "$defs" => continue,
+            _ => "[]",
+        };
+        count_patterns(document, part, name, counts, followed, visits);
     }
 }
 
