@@ -55,7 +55,7 @@ impl JsonScanner {
         if self.offset != offset {
             *self = Self { offset, ..Self::default() };
         }
-        while !self.is_ended() {
+        while self.position == 0 || !self.closing.is_empty() {
             let rest = &text[self.position..];
             let Some(c) = rest.chars().next() else {
                 if end == InputEnd::Complete && self.position > 0 && self.quote.is_none() {
@@ -63,29 +63,22 @@ impl JsonScanner {
                 }
                 return JsonAt::Unfinished;
             };
-            if c == '<' && self.quote.is_none() {
-                match tag_at(rest) {
+            match (self.quote, c) {
+                (None, '<') => match tag_at(rest) {
                     TagAt::Found(tag) if tag.kind.closes() || tag.kind == TagKind::ToolCall => break,
                     TagAt::Other if rest.starts_with(END_THINK) => break,
                     TagAt::Unfinished if end == InputEnd::MoreToCome => return JsonAt::Unfinished,
                     _ => return JsonAt::Other,
-                }
-            }
-            // The end of a Markdown fence.
-            if c == '`' && self.quote.is_none() && self.position > 0 {
-                break;
-            }
-            if !self.push(c) {
-                return JsonAt::Other;
+                },
+                // The end of a Markdown fence.
+                (None, '`') if self.position > 0 => break,
+                _ if !self.push(c) => return JsonAt::Other,
+                _ => {}
             }
             self.position += c.len_utf8();
         }
         let missing = self.closing.iter().rev();
         JsonAt::Found((text[..self.position].chars().chain(missing.copied()).collect(), self.position))
-    }
-
-    fn is_ended(&self) -> bool {
-        self.position > 0 && self.closing.is_empty()
     }
 
     /// Returns false if no JSON continues with `c`.

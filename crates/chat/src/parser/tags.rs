@@ -116,13 +116,12 @@ fn found(kind: TagKind, length: usize, is_exact: bool) -> TagAt {
 /// Reads the rest of `<function=NAME>` or `<parameter=NAME>` after the word, which ends at `word`.
 fn header(after: &str, word: usize, kind: fn(String) -> TagKind, is_plain: bool) -> TagAt {
     let is_parameter = matches!(kind(String::new()), TagKind::Parameter(_));
-    let Some(end) = after.find(['>', '<', '\n']) else {
-        return if after.len() > MAX_NAME { TagAt::Other } else { TagAt::Unfinished };
+    let end = match after.find(['>', '<', '\n']) {
+        // A name that is longer is no name, wherever the text is cut.
+        end if end.unwrap_or(after.len()) > MAX_NAME => return TagAt::Other,
+        Some(end) => end,
+        None => return TagAt::Unfinished,
     };
-    // A name that is longer is no name, wherever the text is cut.
-    if end > MAX_NAME {
-        return TagAt::Other;
-    }
     let whole = after[..end].trim();
     let inner = if is_parameter { without_attributes(whole) } else { whole };
     let is_closed = after[end..].starts_with('>');
