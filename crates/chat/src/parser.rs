@@ -219,7 +219,7 @@ impl Parser {
 
     /// Consumes the white space at the start of the text and `length` bytes after it.
     fn skip(&mut self, length: usize) {
-        self.at += self.rest().len() - self.rest().trim_start().len() + length;
+        self.at += self.rest().len() - self.rest().trim_start_matches(is_space).len() + length;
     }
 
     fn to(&mut self, state: ParserState) -> StepResult {
@@ -314,7 +314,7 @@ impl Parser {
         let length = match mark {
             None if end == InputEnd::MoreToCome => at,
             // White space after a call is dropped, and so is an incomplete start of a call.
-            None if !is_cut && self.calls > 0 && rest.trim().is_empty() => 0,
+            None if !is_cut && self.calls > 0 && rest.chars().all(is_space) => 0,
             None if !is_cut => rest.len(),
             _ => rest[..at].trim_end().len(),
         };
@@ -521,7 +521,7 @@ impl Parser {
     /// Drops closing tags after a call.
     fn closing(&mut self, in_call: bool, end: InputEnd) -> StepResult {
         let after = after_gap(self.rest()).unwrap_or_default();
-        let is_extra = |c: char| in_call && (c.is_whitespace() || "}],`".contains(c));
+        let is_extra = |c: char| in_call && (is_space(c) || "}],`".contains(c));
         let next = after.trim_start_matches(is_extra);
         let extra = &after[..after.len() - next.len()];
         let skip = self.rest().len() - next.len();

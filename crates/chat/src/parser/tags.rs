@@ -188,9 +188,14 @@ pub(super) fn after_tool_calls(mut text: &str) -> Option<&str> {
     Some(text)
 }
 
+/// True for white space, and for characters without width, which models write between tags.
+pub(super) fn is_space(c: char) -> bool {
+    c.is_whitespace() || matches!(c, '\u{200b}'..='\u{200d}' | '\u{2060}' | '\u{feff}')
+}
+
 /// The text after white space. `None` if there is too much white space to wait for a tag after it.
 pub(super) fn after_gap(text: &str) -> Option<&str> {
-    let after = text.trim_start();
+    let after = text.trim_start_matches(is_space);
     (text.len() - after.len() <= MAX_GAP).then_some(after)
 }
 

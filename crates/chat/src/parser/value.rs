@@ -13,7 +13,7 @@ use super::{
     argument::{PendingArgument, PendingCall},
     declared::Tools,
     quotes::Quotes,
-    tags::{InputEnd, Tag, TagAt, TagKind, tag_at},
+    tags::{InputEnd, Tag, TagAt, TagKind, is_space, tag_at},
 };
 
 /// What the end of a value depends on besides its text.
@@ -281,7 +281,7 @@ impl ValueScanner {
         if c == '\n' {
             self.line_ended = true;
             self.starts_line = true;
-        } else if !c.is_whitespace() {
+        } else if !is_space(c) {
             let follow = if self.line_ended { Follow::NextLine } else { Follow::SameLine };
             if self.follow(follow) {
                 return true;

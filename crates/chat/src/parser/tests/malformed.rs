@@ -357,6 +357,24 @@ fn carriage_returns_around_tags_are_markup() {
 }
 
 #[test]
+fn characters_without_width_between_tags_are_markup() {
+    let text = "<tool_call>\n<function=f>\n<parameter=s>\nx\n</parameter>\n<parameter=n>\n1\n</parameter>\n</function>\n\
+                </tool_call>\n";
+    for extra in ["\u{200b}", "\u{200d}", "\u{2060}", "\u{feff}", "\u{200b}\u{200b}"] {
+        let ends = text.match_indices(">\n").filter(|(at, _)| !text[at + 2..].starts_with(['x', '1']));
+        for (end, _) in ends {
+            for at in [end + 1, end + 2] {
+                let (before, after) = text.split_at(at);
+                let broken = format!("{before}{extra}{after}");
+                assert_eq!(whole(false, &broken), ["0 f", r#"0 {"s":"x","n":1}"#], "{broken:?}");
+            }
+        }
+        let value = format!("<parameter=s>\n{extra}x{extra}\n</parameter>\n</function>\n</tool_call>");
+        assert_eq!(read(&value), ["0 f".to_owned(), format!("0 {}", json!({"s": format!("{extra}x{extra}")}))]);
+    }
+}
+
+#[test]
 fn tags_that_are_no_markup_of_the_tool_stay() {
     for line in [
         "<parameter name=\"x\">",
