@@ -164,7 +164,14 @@ mod tests {
         unset["additionalProperties"] = Value::Null;
         let mut named = json!({"type": "object", "patternProperties": {"^x": {"type": "null"}}});
         named["propertyNames"] = Value::Null;
+        let record = |names: Value| {
+            json!({"type": "object", "required": [], "properties": {}, "propertyNames": names,
+            "patternProperties": {"": {"type": "null"}}})
+        };
         for (schema, key, expected) in [
+            (record(json!({"type": "string", "pattern": "^x"})), "patternProperties", json!({"^x": nulls})),
+            (record(json!({"enum": ["a"]})), "properties", json!({"a": nulls})),
+            (record(json!({"type": "string"})), "additionalProperties", json!({"type": "null"})),
             (unset, "properties", json!({"a": true})),
             (named, "patternProperties", json!({"^x": {"type": "null"}})),
             (pets, "anyOf", json!([required("cat"), required("dog")])),
@@ -209,6 +216,8 @@ mod tests {
             map(json!({"not": {"const": "a"}})),
             json!({"type": "object", "propertyNames": {"pattern": "a", "maxLength": 9}}),
             json!({"type": "object", "propertyNames": {"pattern": "^(?!a)"}}),
+            json!({"type": "object", "propertyNames": {"pattern": "^a"}, "patternProperties": {"b": {}}}),
+            json!({"propertyNames": {"pattern": "^a"}, "patternProperties": {"": {}}, "properties": {"a": {}}}),
             json!({"oneOf": [{"required": ["a"]}, {"required": ["a", "b"]}]}),
             json!({"oneOf": [{"properties": {"a": {}}}, {}], "discriminator": {"propertyName": "a"}}),
             json!({"oneOf": [{"required": ["a"]}, {"properties": {"b": {}}}]}),

@@ -327,7 +327,17 @@ impl<'a> Preparation<'a> {
             }
         }
         let Some(names) = schema.get("propertyNames") else { return Ok(()) };
-        let values = match schema.get("additionalProperties") {
+        // Effect writes the values of a record below the empty pattern, which every name matches.
+        let is_record = |patterns: &Map<String, Value>| {
+            patterns.len() == 1 && schema.get("properties").is_none_or(|listed| *listed == json!({}))
+        };
+        let patterns =
+            schema.get("patternProperties").and_then(Value::as_object).filter(|patterns| is_record(patterns));
+        let record = patterns.and_then(|patterns| patterns.get(""));
+        if let Some(mut patterns) = record.and_then(|_| prepared.shift_remove("patternProperties")) {
+            prepared.insert("additionalProperties".into(), patterns[""].take());
+        }
+        let values = match record.or_else(|| schema.get("additionalProperties")) {
             Some(part) if allows_nothing(part) => Value::Bool(false),
             Some(part @ Value::Object(_)) => json!({"$ref": self.definition(part, "additionalProperties")}),
             other => other.cloned().unwrap_or(Value::Bool(true)),
