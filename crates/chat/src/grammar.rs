@@ -20,7 +20,6 @@ mod lark;
 mod look_ahead;
 mod raw_text;
 mod schema_references;
-mod string_formats;
 mod tool_calls;
 
 pub use constraint::{NextTokens, TokenConstraint};

@@ -5,12 +5,14 @@
 
 mod document;
 mod parameters;
+mod string_formats;
 mod text_limits;
 mod type_set;
 mod value_type;
 
 pub use document::{Document, WITH_OBJECT, without_nulls};
 pub use parameters::{MAX_PARAMETER_SETS, OpenNames, ParameterSet, any_value, parameter_sets};
+pub use string_formats::format_pattern;
 pub use text_limits::TextLimits;
 pub use type_set::TypeSet;
 pub use value_type::{ValueType, allows_nothing};

@@ -1,6 +1,5 @@
 //! Keywords that llguidance does not have, written with keywords that it has and that mean the same.
 
-use super::string_formats;
 use crate::schema::{Document, TextLimits, TypeSet, ValueType};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeSet;
@@ -99,9 +98,7 @@ pub fn replace_property_names(
 
 /// Regular expressions of a text's limits.
 fn patterns(text: &TextLimits) -> Vec<String> {
-    let formats = text.formats.iter().filter_map(|format| string_formats::expression(format));
-    let mut patterns: Vec<String> = formats.map(|format| format!("^({format})$")).collect();
-    patterns.extend(text.patterns.iter().cloned());
+    let mut patterns = text.patterns.clone();
     if (text.min, text.max) != (0, None) {
         let max = text.max.map_or_else(String::new, |max| max.to_string());
         patterns.push(format!("^(?s:.{{{},{max}}})$", text.min));

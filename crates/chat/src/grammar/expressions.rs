@@ -1,9 +1,6 @@
 //! Finds out what llguidance can do with regular expressions.
 
-use super::{
-    format::{FormatError, plain_reason},
-    string_formats,
-};
+use super::format::{FormatError, plain_reason};
 use llguidance::{
     derivre::{Regex, RegexAst, RegexBuilder},
     regex_to_lark,
@@ -55,19 +52,16 @@ impl LengthChecker {
         Self { known: HashMap::new(), fuel_left: MAX_LENGTH_FUEL }
     }
 
-    /// True if patterns, or a format, together with limits of a text's length are too complex to be compiled, or if no
+    /// True if patterns together with limits of a text's length are too complex to be compiled, or if no
     /// steps are left to find out.
     pub fn is_complex(&mut self, patterns: &[String], schema: &Map<String, Value>) -> bool {
         let count = |key: &str| schema.get(key).and_then(Value::as_u64);
         let min = count("minLength");
         let max = count("maxLength");
-        let format = schema.get("format").and_then(Value::as_str).and_then(string_formats::expression);
-        let patterns = patterns.iter().cloned().chain(format.map(|format| format!("^({format})$")));
-        let patterns: Vec<String> = patterns.collect();
         if patterns.is_empty() || min.is_none() && max.is_none() {
             return false;
         }
-        let limits = (patterns, min, max);
+        let limits = (patterns.to_vec(), min, max);
         if let Some(known) = self.known.get(&limits) {
             return *known;
         }

@@ -8,9 +8,8 @@ use super::{
     format::FormatError,
     look_ahead,
     schema_references::{self, subschemas},
-    string_formats,
 };
-use crate::schema::{Document, TypeSet, ValueType, allows_nothing, without_nulls};
+use crate::schema::{Document, TypeSet, ValueType, allows_nothing, format_pattern, without_nulls};
 use llguidance::{derivre::RegexAst, regex_to_lark};
 use serde_json::{Map, Value, json};
 use std::collections::HashMap;
@@ -56,14 +55,6 @@ const UNSUPPORTED: [(&str, &str); 14] = [
     ("$dynamicRef", ""),
     ("$recursiveRef", ""),
 ];
-
-/// Formats that can be enforced. Every other format is an annotation, as in the JSON Schema specification.
-const FORMATS: [&str; 10] =
-    ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"];
-
-/// Formats that become patterns. llguidance's expressions for them allow a 61st second in every minute, the year 0 and 29
-/// February in every year.
-const AS_PATTERNS: [&str; 3] = ["time", "date", "date-time"];
 
 /// Returns the schema to compile.
 ///
@@ -170,7 +161,11 @@ impl<'a> Preparation<'a> {
                     }
                     continue;
                 }
-                ("format", Value::String(format)) if FORMATS.contains(&format.as_str()) => value.clone(),
+                // A constant has its format already.
+                ("format", Value::String(format)) if !["enum", "const"].iter().any(|key| schema.contains_key(*key)) => {
+                    patterns.extend(format_pattern(format));
+                    continue;
+                }
                 ("propertyNames", _) => {
                     // Checks the schema of the names.
                     self.subschema(value, &inner, depth + 1)?;
@@ -252,12 +247,6 @@ impl<'a> Preparation<'a> {
         prepared.extend(patterns.pop().map(|pattern| ("pattern".to_owned(), pattern.into())));
         self.replace_keywords(schema, &mut prepared, path)?;
         self.bound_numbers(&mut prepared, path)?;
-        let format = prepared.get("format").and_then(Value::as_str).filter(|format| AS_PATTERNS.contains(format));
-        let is_limited = ["pattern", "enum", "const"].iter().any(|key| prepared.contains_key(*key));
-        if let Some(expression) = format.and_then(string_formats::expression).filter(|_| !is_limited) {
-            prepared.insert("pattern".into(), format!("^({expression})$").into());
-            prepared.shift_remove("format");
-        }
         if self.strict {
             check_min_properties(&prepared, path)?;
         }

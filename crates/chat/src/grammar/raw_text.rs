@@ -4,7 +4,7 @@
 //! be a list, for example, it does not start with a bracket. Texts, words, `true`, `false`, `null` and numbers of one
 //! parameter are one terminal: llguidance's lexer follows a terminal as long as any text of it may continue.
 
-use super::{expressions, format::FormatError, look_ahead::top_level_alternatives, string_formats};
+use super::{expressions, format::FormatError, look_ahead::top_level_alternatives};
 use crate::schema::{OpenNames, TextLimits, TypeSet, ValueType};
 use llguidance::{derivre::RegexAst, regex_to_lark};
 use serde_json::Value;
@@ -130,8 +130,6 @@ fn expression(text: &TextLimits, excluded: &[&str], strict: bool) -> Result<Opti
     for pattern in &text.patterns {
         included.extend(whole_match(pattern, strict, ".pattern")?);
     }
-    let formats = text.formats.iter().filter_map(|format| string_formats::expression(format));
-    included.extend(formats.map(|format| regex_to_lark(&format, "dw")));
     let can_be_empty = !included.is_empty();
     included.push(format!("(?s:.{lengths})"));
     // The text must match up to the tag that ends it. A suffix, as in `TEXT_RULE`, would accept any text before the tag.

@@ -98,7 +98,7 @@ fn count_patterns<'a>(
         return;
     }
     let counted = counts.entry(property.to_owned()).or_default();
-    counted.patterns += ["pattern", "format"].iter().filter(|key| fields.contains_key(**key)).count();
+    counted.patterns += usize::from(fields.contains_key("pattern"));
     if let Some(divisor) = fields.get("multipleOf").and_then(Value::as_f64) {
         let (coefficient, scale) = decimal(divisor);
         counted.multiples.push(coefficient * scale);
@@ -121,7 +121,7 @@ fn count_patterns<'a>(
 /// Restrictions of one value.
 #[derive(Default)]
 struct Restrictions {
-    /// Number of patterns and formats.
+    /// Number of patterns, also of formats.
     patterns: usize,
     /// The `multipleOf` numbers. Their product is an upper bound for the number of remainders of all together.
     multiples: Vec<f64>,
@@ -143,7 +143,7 @@ fn decimal(number: f64) -> (f64, f64) {
 fn intersects(fields: &Map<String, Value>) -> bool {
     let applicators = ["$ref", "anyOf", "oneOf", "allOf"].iter().filter(|key| fields.contains_key(**key)).count();
     let all_of = fields.get("allOf").and_then(Value::as_array).map_or(0, Vec::len);
-    let own = ["pattern", "format", "multipleOf", "properties", "items", "prefixItems", "additionalProperties"];
+    let own = ["pattern", "multipleOf", "properties", "items", "prefixItems", "additionalProperties"];
     all_of > 1 || applicators > 1 || applicators == 1 && own.iter().any(|key| fields.contains_key(*key))
 }
 

@@ -1,5 +1,6 @@
 //! The limits of a string.
 
+use super::string_formats::format_pattern;
 use serde_json::{Map, Value};
 
 /// The limits that a string must keep. All limits are optional.
@@ -9,20 +10,21 @@ pub struct TextLimits {
     pub min: u64,
     /// Maximum number of characters.
     pub max: Option<u64>,
-    /// Regular expressions that match somewhere in the string.
+    /// Regular expressions that match somewhere in the string, also those of formats.
     pub patterns: Vec<String>,
-    pub formats: Vec<String>,
 }
 
 impl TextLimits {
     /// The limits in the keywords of one schema.
     pub fn of(schema: &Map<String, Value>) -> Self {
-        let texts = |key| schema.get(key).and_then(Value::as_str).map(str::to_owned).into_iter().collect();
+        let text = |key| schema.get(key).and_then(Value::as_str);
+        // Constants are listed whatever their format is.
+        let is_listed = schema.contains_key("enum") || schema.contains_key("const");
+        let format = text("format").filter(|_| !is_listed).and_then(format_pattern);
         Self {
             min: schema.get("minLength").and_then(Value::as_u64).unwrap_or(0),
             max: schema.get("maxLength").and_then(Value::as_u64),
-            patterns: texts("pattern"),
-            formats: texts("format"),
+            patterns: text("pattern").map(str::to_owned).into_iter().chain(format).collect(),
         }
     }
 
@@ -33,21 +35,12 @@ impl TextLimits {
 
     /// The limits that a string keeps if it keeps both.
     pub fn and(&self, other: &Self) -> Self {
-        let both = |ours: &[String], theirs: &[String]| {
-            let mut all = ours.to_vec();
-            all.extend(theirs.iter().filter(|text| !ours.contains(text)).cloned());
-            all
-        };
-        Self {
-            min: self.min.max(other.min),
-            max: self.max.into_iter().chain(other.max).min(),
-            patterns: both(&self.patterns, &other.patterns),
-            formats: both(&self.formats, &other.formats),
-        }
+        let mut patterns = self.patterns.clone();
+        patterns.extend(other.patterns.iter().filter(|pattern| !self.patterns.contains(pattern)).cloned());
+        Self { min: self.min.max(other.min), max: self.max.into_iter().chain(other.max).min(), patterns }
     }
 
-    /// A function that returns true for a word that keeps the limits. Formats are not checked. A pattern that does not
-    /// compile is ignored.
+    /// A function that returns true for a word that keeps the limits. A pattern that does not compile is ignored.
     pub fn matcher(&self) -> impl Fn(&str) -> bool {
         let patterns: Vec<_> =
             self.patterns.iter().filter_map(|pattern| fancy_regex::Regex::new(pattern).ok()).collect();

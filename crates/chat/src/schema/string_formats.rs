@@ -1,8 +1,9 @@
-//! Regular expressions of the string formats of JSON Schema, for values that are written as raw text, and for dates and
-//! times everywhere.
+//! Regular expressions of the string formats of JSON Schema.
 //!
-//! Each expression matches only valid texts, but not all valid texts: no year 0, no leap second, no comments in email
-//! addresses, and no IPv4 address at the end of an IPv6 address.
+//! Each expression matches only valid texts, except that of `uri`, which does not check an IPv6 address or the names of a
+//! host. None matches all valid texts: no year 0, no leap second, no comments in email
+//! addresses, and no IPv4 address at the end of an IPv6 address. llguidance's expressions also match a 61st second in
+//! every minute, the year 0, and 29 February in every year.
 
 const MONTH_AND_DAY: &str = "((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|\
                              02-(0[1-9]|1[0-9]|2[0-8]))";
@@ -11,13 +12,18 @@ const YEAR: &str = "([1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])";
 const LEAP_YEAR: &str = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)";
 const TIME: &str = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])";
 const LABEL: &str = "[a-zA-Z0-9]([a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?";
+const ATOM: &str = "[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]+";
 const OCTET: &str = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])";
 const GROUP: &str = "[0-9a-fA-F]{1,4}";
 
-/// The regular expression of a format. `None` if the format is unknown.
-pub fn expression(format: &str) -> Option<String> {
+/// The pattern of a format. `None` if the format is unknown: it is an annotation, as in the JSON Schema specification.
+pub fn format_pattern(format: &str) -> Option<String> {
+    expression(format).map(|expression| format!("^({expression})$"))
+}
+
+fn expression(format: &str) -> Option<String> {
     let date = || format!("({YEAR}-{MONTH_AND_DAY}|{LEAP_YEAR}-02-29)");
-    let hostname = || format!(r"{LABEL}(\.{LABEL}){{0,8}}");
+    let hostname = || format!(r"{LABEL}(\.{LABEL})*");
     Some(match format {
         "date" => date(),
         "time" => TIME.to_owned(),
@@ -27,7 +33,7 @@ pub fn expression(format: &str) -> Option<String> {
             let time = format!("T{}", units(["H", "M", "S"]));
             format!("P({days}({time})?|{time}|[0-9]{{1,9}}W)")
         }
-        "email" => format!(r"[a-zA-Z0-9_+-]{{1,20}}(\.[a-zA-Z0-9_+-]{{1,20}}){{0,2}}@{}", hostname()),
+        "email" => format!(r"{ATOM}(\.{ATOM})*@{}", hostname()),
         "hostname" => hostname(),
         "ipv4" => format!(r"({OCTET}\.){{3}}{OCTET}"),
         "ipv6" => {
@@ -39,12 +45,13 @@ pub fn expression(format: &str) -> Option<String> {
             let full = format!("{GROUP}(:{GROUP}){{7}}");
             short.chain([full]).collect::<Vec<_>>().join("|")
         }
-        "uuid" => "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}".to_owned(),
+        "uuid" => "[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}".to_owned(),
         "uri" => {
-            let text = |more: &str| format!("([a-zA-Z0-9._~!$&'()*+,;=:@{more}-]|%[0-9A-F]{{2}})*");
+            let text = |more: &str| format!("([a-zA-Z0-9._~!$&'()*+,;=:@{more}-]|%[0-9a-fA-F]{{2}})*");
             let segment = text("");
             let tail = text("/?");
-            format!(r"[a-z][a-z0-9+.-]*:(//{}(:[0-9]{{1,5}})?)?(/{segment})*(\?{tail})?(#{tail})?", hostname())
+            let address = r"\[[0-9a-fA-F:.]+\](:[0-9]{1,5})?";
+            format!(r"[a-zA-Z][a-zA-Z0-9+.-]*:(//({address})?)?{segment}(/{segment})*(\?{tail})?(#{tail})?")
         }
         _ => return None,
     })
@@ -74,17 +81,21 @@ mod tests {
             ("time", &["23:59:59Z", "00:00:00.5+01:30"], &["24:00:00Z", "12:00:60Z", "12:00:00"]),
             ("date-time", &["2026-11-24T12:00:00Z"], &["2026-11-24 12:00:00Z", "2026-11-24"]),
             ("duration", &["P1Y2M3D", "PT5M", "P1DT1H", "P2W"], &["P", "PT", "1D", "P1Y3D"]),
-            ("email", &["a.b@example.org"], &["a@", "a..b@x.org", "@x.org"]),
+            ("email", &["a.b@example.org", "a.b.c.d+e@x"], &["a@", "a..b@x.org", "@x.org"]),
             ("hostname", &["a", "a-b.example"], &["-a", "a-", "a..b"]),
             ("ipv4", &["0.0.0.0", "255.10.1.99"], &["256.1.1.1", "1.1.1", "01.1.1.1"]),
             ("ipv6", &["::", "::1", "1::", "1:2:3:4:5:6:7:8", "fe80::1:2"], &["1:2", "1::2::3", "1:2:3:4:5:6:7:8::"]),
-            ("uuid", &[uuid], &["123e4567", "123e4567-e89b-12d3-a456-42661417400g"]),
-            ("uri", &["https://a.example:80/b/c?d=e#f", "file:/a"], &["a b", "//x", "http://a b"]),
+            ("uuid", &[uuid, &uuid.to_uppercase()], &["123e4567", "123e4567-e89b-12d3-a456-42661417400g"]),
+            (
+                "uri",
+                &["https://me@a.example:80/b/c?d=e#f", "file:/a", "file:///a", "urn:isbn:1", "http://[::1]:80/"],
+                &["a b", "//x", "http://a b", "http://[a"],
+            ),
         ] {
-            let regex = fancy_regex::Regex::new(&format!("^({})$", expression(format).unwrap())).unwrap();
+            let regex = fancy_regex::Regex::new(&format_pattern(format).unwrap()).unwrap();
             valid.iter().for_each(|text| assert!(regex.is_match(text).unwrap(), "{format}: {text}"));
             invalid.iter().for_each(|text| assert!(!regex.is_match(text).unwrap(), "{format}: {text}"));
         }
-        assert_eq!(expression("phone"), None);
+        assert_eq!(format_pattern("phone"), None);
     }
 }
