@@ -64,7 +64,7 @@ use serde_json::Value;
 use start::CallFinder;
 use std::ops::Range;
 use tags::*;
-use value::{ValueContext, ValuePart, ValueScanner};
+use value::{ValuePart, ValueScanner};
 
 /// The characters of line ends.
 const LINE_ENDS: [char; 2] = ['\r', '\n'];
@@ -370,10 +370,12 @@ impl Parser {
     }
 
     fn body(&mut self, is_stray: bool, end: InputEnd) -> StepResult {
+        // Between stray texts, white space belongs to the content.
         if is_stray {
             self.take_content(self.rest().len() - self.rest().trim_start().len());
+        } else {
+            self.skip(0);
         }
-        self.skip(0);
         match tag_at(self.rest()) {
             TagAt::Unfinished if end == InputEnd::MoreToCome => StepResult::NeedMoreText,
             TagAt::Unfinished => {
@@ -479,10 +481,9 @@ impl Parser {
     }
 
     fn value(&mut self, end: InputEnd) -> StepResult {
-        let Some(mut argument) = self.call.argument.take() else { return self.continue_call(0) };
         let rest = &self.buffer[self.at..];
-        let context = ValueContext { call: &self.call, argument: &argument, tools: &self.tools };
-        let ValuePart { mut value, end: value_end } = self.value.scan(rest, end, &context);
+        let ValuePart { mut value, end: value_end } = self.value.scan(rest, end, &self.call, &self.tools);
+        let Some(argument) = &mut self.call.argument else { return self.continue_call(0) };
         if end == InputEnd::Complete
             && let Some(at) = unfinished_tag(&rest[..value])
             && argument.has_other_type(&rest[..at])
@@ -491,7 +492,6 @@ impl Parser {
         }
         let json = argument.push(&rest[..value]);
         self.arguments(json);
-        self.call.argument = Some(argument);
         match value_end {
             Some(value_end) => {
                 // The tag of a parameter may be repeated before its value.

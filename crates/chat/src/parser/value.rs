@@ -16,13 +16,6 @@ use super::{
     tags::{InputEnd, Tag, TagAt, TagKind, is_space, tag_at},
 };
 
-/// What the end of a value depends on besides its text.
-pub(super) struct ValueContext<'a> {
-    pub call: &'a PendingCall,
-    pub argument: &'a PendingArgument,
-    pub tools: &'a Tools,
-}
-
 /// Follows a value up to its end. Offsets count from the start of the value.
 #[derive(Default)]
 pub(super) struct ValueScanner {
@@ -150,12 +143,12 @@ impl ValueScanner {
         self.consumed += length;
     }
 
-    /// Reads on in `text`, the unconsumed text of the value.
-    pub fn scan(&mut self, text: &str, end: InputEnd, context: &ValueContext<'_>) -> ValuePart {
-        if context.call.is_exact {
-            return self.scan_exact(text, end, context.argument);
+    /// Reads on in `text`, the unconsumed text of the value of the last argument of `call`.
+    pub fn scan(&mut self, text: &str, end: InputEnd, call: &PendingCall, tools: &Tools) -> ValuePart {
+        if call.is_exact {
+            return self.scan_exact(text, end, call);
         }
-        let is_ended = self.read(text, end, context) || end == InputEnd::Complete;
+        let is_ended = self.read(text, end, call, tools) || end == InputEnd::Complete;
         match (&self.candidate, end) {
             (Some(found), _) if is_ended => self.part(text, found.at),
             (Some(found), InputEnd::Truncated) if found.is_closed && !found.opens() => self.part(text, found.at),
@@ -177,12 +170,13 @@ impl ValueScanner {
     }
 
     /// Ends the value at the first `</parameter>` that is not in a string of an array or object.
-    fn scan_exact(&self, text: &str, end: InputEnd, argument: &PendingArgument) -> ValuePart {
+    fn scan_exact(&self, text: &str, end: InputEnd, call: &PendingCall) -> ValuePart {
         const TAG: &str = "\n</parameter>";
         let tag = &TAG[1..];
         let before = |at: usize| text[..at].strip_suffix('\n').map_or(at, str::len);
         let starts_line = |at: usize| before(at) < at || self.consumed + at == 0;
-        let is_end = |at: &usize| starts_line(*at) || !argument.is_nested(&text[..*at]);
+        let is_nested = |text: &str| call.argument.as_ref().is_some_and(|argument| argument.is_nested(text));
+        let is_end = |at: &usize| starts_line(*at) || !is_nested(&text[..*at]);
         if let Some(at) = text.match_indices(tag).map(|(at, _)| at).find(is_end) {
             return ValuePart { value: before(at), end: Some(at) };
         }
@@ -217,7 +211,7 @@ impl ValueScanner {
     }
 
     /// Reads the text after `position`. Returns true if the candidate is the end.
-    fn read(&mut self, text: &str, end: InputEnd, context: &ValueContext<'_>) -> bool {
+    fn read(&mut self, text: &str, end: InputEnd, call: &PendingCall, tools: &Tools) -> bool {
         let last = end != InputEnd::MoreToCome;
         while let Some(c) = text[self.position - self.consumed..].chars().next() {
             let rest = &text[self.position - self.consumed..];
@@ -230,11 +224,12 @@ impl ValueScanner {
                 (None, _) => return false,
                 (Some(false), TagAt::Found(tag)) => {
                     let at = self.position - self.consumed;
-                    if self.candidate.is_none() && context.argument.is_complete(&text[..at]) {
+                    let is_complete = |argument: &PendingArgument| argument.is_complete(&text[..at]);
+                    if self.candidate.is_none() && call.argument.as_ref().is_some_and(is_complete) {
                         self.suggest(self.position, CandidateKind::EndParameter, true);
                         return true;
                     }
-                    if self.push_tag(tag, context) {
+                    if self.push_tag(tag, call, tools) {
                         return true;
                     }
                     continue;
@@ -252,7 +247,7 @@ impl ValueScanner {
         last && self.follow(Follow::End)
     }
 
-    fn push_tag(&mut self, tag: Tag, &ValueContext { call, tools, .. }: &ValueContext<'_>) -> bool {
+    fn push_tag(&mut self, tag: Tag, call: &PendingCall, tools: &Tools) -> bool {
         let Tag { kind, length, is_exact } = tag;
         let at = self.position;
         self.position += length;

@@ -372,6 +372,10 @@ fn characters_without_width_between_tags_are_markup() {
         let value = format!("<parameter=s>\n{extra}x{extra}\n</parameter>\n</function>\n</tool_call>");
         assert_eq!(read(&value), ["0 f".to_owned(), format!("0 {}", json!({"s": format!("{extra}x{extra}")}))]);
     }
+    // In a text between the tags they belong to the text, however the text is cut.
+    let stray = "\u{1f468}\u{200d}\u{1f469}";
+    let found = read(&format!("<parameter=s>x</parameter>{stray}</function>"));
+    assert!(found.iter().any(|delta| delta.contains(stray)), "{found:?}");
 }
 
 #[test]
