@@ -1,11 +1,15 @@
 //! Constrained decoding: JSON schemas, regular expressions, Lark grammars and tool calls, compiled by llguidance into a
 //! mask of the tokens that may come next.
 //!
-//! * [`format`] has the formats that a request may ask for;
-//! * [`json_schema`], [`equivalents`], [`expressions`], [`look_ahead`], [`schema_references`] and [`lark`] prepare and check a
-//!   client's format;
-//! * [`tool_calls`] and [`raw_text`] write the grammar of Qwen's tool calls;
-//! * [`constraint`] follows one answer: its reasoning, with a token budget, and then its format.
+//! [`format`] has the formats that a request may ask for. The steps from a format to a mask:
+//!
+//! 1. [`json_schema`] reads a schema keyword by keyword. It refuses or ignores what a mask cannot enforce, and replaces what
+//!    llguidance does not have: [`look_ahead`] splits patterns, [`disjoint`] and [`equivalents`] replace keywords, and
+//!    [`expressions`] finds out which patterns compile.
+//! 2. [`schema_references`] limits how many restrictions apply to one value. [`lark`] checks a client's own grammar.
+//! 3. [`tool_calls`] writes the grammar of Qwen's tool calls around the schemas, with [`raw_text`] for strings.
+//! 4. [`GrammarCompiler`] compiles all this, and finds the part of a schema that does not compile.
+//! 5. [`constraint`] follows one answer: its reasoning, with a token budget, and then its format.
 //!
 //! Markup tokens (`<think>`, `<tool_call>`, `<|im_end|>`, ...) are not text to a grammar. They are allowed only where
 //! the grammar names them, so a JSON string cannot contain a markup token.

@@ -1,8 +1,8 @@
 //! Strings as raw text between the tags of a call.
 //!
 //! A text has no tag of a call, and no text that the parser reads as another type of the parameter. If a string may also
-//! be a list, for example, it does not start with a bracket. Texts, words, `true`, `false`, `null` and numbers of one
-//! parameter are one terminal: llguidance's lexer follows a terminal as long as any text of it may continue.
+//! be a list, for example, it does not start with a bracket. Texts, words, `true`, `false` and `null` of one parameter, and
+//! numbers next to a text, are one terminal: llguidance's lexer follows a terminal as long as any text of it may continue.
 
 use super::{expressions, format::FormatError, look_ahead::top_level_alternatives};
 use crate::schema::{OpenNames, TextLimits, TypeSet, ValueType};
@@ -130,29 +130,23 @@ fn expression(text: &TextLimits, excluded: &[&str], strict: bool) -> Result<Opti
     for pattern in &text.patterns {
         included.extend(whole_match(pattern, strict, ".pattern")?);
     }
-    let can_be_empty = !included.is_empty();
     included.push(format!("(?s:.{lengths})"));
     // The text must match up to the tag that ends it. A suffix, as in `TEXT_RULE`, would accept any text before the tag.
     let excluded: Vec<&str> = excluded.iter().copied().chain([WITH_TAG]).collect();
-    if can_be_empty && is_empty(&included, &excluded) {
-        return Ok(None);
+    Ok(intersection(&included, &excluded))
+}
+
+/// Lark expression of the texts that match all of `included` and none of `excluded`. `None` if it is known that there are
+/// none.
+fn intersection(included: &[String], excluded: &[impl AsRef<str>]) -> Option<String> {
+    let regex = |expression: &str| RegexAst::Regex(expression.to_owned());
+    let mut all: Vec<RegexAst> = included.iter().map(|expression| regex(expression)).collect();
+    let mut parts: Vec<String> = included.iter().map(|expression| format!("/{expression}/")).collect();
+    for expression in excluded.iter().map(AsRef::as_ref) {
+        all.push(RegexAst::Not(Box::new(regex(expression))));
+        parts.push(format!("~/{expression}/"));
     }
-    Ok(Some(conjunction(&included, &excluded)))
-}
-
-/// Lark expression of the texts that match all of `included` and none of `excluded`.
-fn conjunction(included: &[String], excluded: &[impl AsRef<str>]) -> String {
-    let included = included.iter().map(|expression| format!("/{expression}/"));
-    let excluded = excluded.iter().map(|expression| format!("~/{}/", expression.as_ref()));
-    format!("({})", included.chain(excluded).collect::<Vec<_>>().join(" & "))
-}
-
-/// True if it is known that no text matches all of `included` and none of `excluded`.
-fn is_empty(included: &[String], excluded: &[impl AsRef<str>]) -> bool {
-    let included = included.iter().map(|expression| RegexAst::Regex(expression.clone()));
-    let excluded =
-        excluded.iter().map(|expression| RegexAst::Not(Box::new(RegexAst::Regex(expression.as_ref().into()))));
-    expressions::is_empty(included.chain(excluded).collect()) == Some(true)
+    (expressions::is_empty(all) != Some(true)).then(|| format!("({})", parts.join(" & ")))
 }
 
 /// Expression of names that the schema does not list. `None` if there are no such names, or if their pattern cannot be
@@ -163,7 +157,7 @@ pub fn name_expression(names: &OpenNames<'_>, listed: &[&str], strict: bool) -> 
     if let Some(pattern) = names.pattern {
         let Some(expression) = whole_match(pattern, strict, at)? else { return Ok(None) };
         included = vec![format!(r#"[^<>\s"']([^<>\n]{{0,{}}}[^<>\s"'])?"#, MAX_NAME - 2), expression];
-        if strict && is_empty(&included, &[""; 0]) {
+        if strict && intersection(&included, &[""; 0]).is_none() {
             let limit = format!("no name of a parameter with at most {MAX_NAME} characters can match");
             let reason = format!("`patternProperties` has the pattern `{pattern}`, which {limit}");
             return Err(FormatError::new(at, reason));
@@ -177,7 +171,7 @@ pub fn name_expression(names: &OpenNames<'_>, listed: &[&str], strict: bool) -> 
         let listed: Vec<_> = listed.iter().map(|name| fancy_regex::escape(name)).collect();
         excluded.push(regex_to_lark(&listed.join("|"), "dw"));
     }
-    Ok((!is_empty(&included, &excluded)).then(|| conjunction(&included, &excluded)))
+    Ok(intersection(&included, &excluded))
 }
 
 /// Expression of the whole texts in which `pattern` matches somewhere. `None` if it cannot be enforced.
