@@ -223,8 +223,8 @@ impl<'a> Preparation<'a> {
                 ("enum" | "anyOf" | "oneOf" | "allOf" | "prefixItems", _) => return malformed("an array"),
                 _ => {
                     // Other keywords are definitions or annotations, which do not affect which values are valid.
-                    let restricts = |(name, nothing): &&(&str, &str)| name == key && value.to_string() != *nothing;
-                    if UNSUPPORTED.iter().any(|unsupported| restricts(&unsupported)) {
+                    let nothing = UNSUPPORTED.iter().find(|(name, _)| name == key).map(|(_, nothing)| *nothing);
+                    if nothing.is_some() && nothing != Some(&value.to_string()) {
                         self.ignore(&inner, &format!("`{key}` cannot be enforced in a strict schema"))?;
                     }
                     continue;
