@@ -469,14 +469,11 @@ fn is_integer(schema: &Map<String, Value>) -> bool {
 fn check_type(value: &Value, strict: bool, path: &str) -> Result<Option<Value>, FormatError> {
     let standard = |name: &Value| TypeSet::named(name.as_str()?).names().next().map(Value::from);
     let known = match value {
-        Value::Array(names) => Some(names.iter().filter_map(standard).collect::<Vec<_>>())
-            .filter(|names| strict || !names.is_empty())
-            .map(Value::Array),
-        _ => standard(value),
+        Value::Array(names) => Value::Array(names.iter().filter_map(standard).collect()),
+        _ => standard(value).unwrap_or(json!([])),
     };
-    let is_well_formed = value.is_string() || is_string_array(value);
-    if is_well_formed && (known.as_ref() == Some(value) || !strict) {
-        return Ok(known);
+    if known == *value || !strict && (value.is_string() || is_string_array(value)) {
+        return Ok(Some(known).filter(|known| strict || *known != json!([])));
     }
     Err(FormatError::new(path, format!("type is {value}; the types are {}", TypeSet::NAMES.join(", "))))
 }
