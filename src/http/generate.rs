@@ -70,7 +70,7 @@ impl Generator {
             request
         };
         // The messages may have megabytes of images.
-        permit.run(look_up).await
+        permit.run(0, look_up).await
     }
 
     /// Waits for the model, queues the request and answers with one body or a stream.

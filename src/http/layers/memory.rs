@@ -4,6 +4,14 @@
 //! hold the memory, and with 413 if it would not fit even alone. All estimates of memory are in this file.
 //! The memory of a step is reserved when its turn comes, so waiting requests do not hold it.
 //!
+//! | stage of a request | holds | and until the step ends |
+//! |---|---|---|
+//! | body | text, [`parsed_bytes`], in some APIs twice; stored items that it names | |
+//! | images, one at a time | also the pixels | memory to read and decode |
+//! | prompt | also [`token_bytes`] | [`rendering_bytes`], [`message_bytes`], [`tokenizing_bytes`] |
+//! | in the queue, and running | tokens, pixels, tools, other fields | a constant, to compile a format |
+//! | answer | also [`answer_bytes`] of a body, [`waiting_bytes`] of a later choice | |
+//!
 //! Expensive work (parsing, rendering, tokenizing) runs on blocking threads, one or two steps at a time, in order of
 //! arrival. A step cannot be cancelled, so steps are short: a disconnected client is noticed after the current step.
 //! Output formats are compiled outside these steps, one at a time, because a compilation may take seconds.
@@ -269,14 +277,9 @@ impl MemoryPermit {
         self.held.bytes.load(Relaxed)
     }
 
-    /// Runs one step on a blocking thread when its turn comes. If the caller is dropped while the step waits for its
-    /// turn, the step does not start.
-    pub async fn run<T: Send + 'static>(&self, step: impl FnOnce() -> T + Send + 'static) -> Result<T, ApiError> {
-        self.run_with(0, step).await
-    }
-
-    /// Like [`MemoryPermit::run`], for a step that needs `working` bytes until it ends.
-    pub async fn run_with<T: Send + 'static>(
+    /// Runs one step on a blocking thread when its turn comes. The step needs `working` bytes until it ends. If the caller
+    /// is dropped while the step waits for its turn, the step does not start.
+    pub async fn run<T: Send + 'static>(
         &self,
         working: usize,
         step: impl FnOnce() -> T + Send + 'static,
@@ -507,7 +510,7 @@ mod tests {
         let memory = memory(1 << 20);
         let running = memory.steps.clone().acquire_owned().await.unwrap();
         let permit = memory.permit();
-        let mut waiting = std::pin::pin!(permit.run_with(600 << 10, || 7));
+        let mut waiting = std::pin::pin!(permit.run(600 << 10, || 7));
         assert!(tokio::time::timeout(Duration::from_millis(20), &mut waiting).await.is_err());
         assert_eq!(memory.gauge.get(), 0);
         drop(running);
@@ -523,7 +526,7 @@ mod tests {
         while memory.gauge.get() == 0 {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
-        assert_eq!(memory.permit().run(|| 7).await.unwrap(), 7);
+        assert_eq!(memory.permit().run(0, || 7).await.unwrap(), 7);
         drop(release);
         compile.await.unwrap().unwrap().unwrap_err();
         assert_eq!(memory.gauge.get(), 0);

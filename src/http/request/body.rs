@@ -116,7 +116,7 @@ where
         json_repair::replace_lone_surrogates(&mut bytes);
         parse(&bytes)
     };
-    Ok((if is_small { read()? } else { permit.run(read).await?? }, permit))
+    Ok((if is_small { read()? } else { permit.run(0, read).await?? }, permit))
 }
 
 /// Parses an object, checks its field names, and drops the fields that are not in `known`.

@@ -138,7 +138,7 @@ async fn decode(
     let encoded = match part.source {
         ImageSource::Invalid(why) => Err(why.to_owned()),
         // The permit holds the memory of the body's text, which the decoded copy uses.
-        ImageSource::Base64(text) => permit.run(move || decode_base64(&text)).await?.map(|encoded| (encoded, None)),
+        ImageSource::Base64(text) => permit.run(0, move || decode_base64(&text)).await?.map(|encoded| (encoded, None)),
         ImageSource::Url(url) => downloads.fetch(url, permit).await?.map(|(encoded, own)| (encoded, Some(own))),
     };
     let (encoded, _downloaded) = match encoded {
@@ -166,7 +166,7 @@ async fn image_step<T: Send + 'static>(
     working: usize,
     step: impl FnOnce() -> Result<T, ImageError> + Send + 'static,
 ) -> Result<Result<T, NotShown>, ApiError> {
-    match permit.run_with(working, step).await {
+    match permit.run(working, step).await {
         Err(error) if error.status == 413 => Ok(Err(TOO_MUCH_MEMORY.to_owned())),
         output => Ok(output?.map_err(|error| error.to_string())),
     }

@@ -29,7 +29,7 @@ impl LoadedModel {
         let working = variables + messages.iter().map(memory::message_bytes).sum::<usize>();
         let images = messages.iter().flat_map(Message::images).cloned().collect();
         let model = self.clone();
-        let (prompt, chat) = permit.run_with(working, move || model.render_now(messages, chat)).await??;
+        let (prompt, chat) = permit.run(working, move || model.render_now(messages, chat)).await??;
         let in_reasoning = chat
             .end_marker
             .as_ref()
@@ -147,7 +147,7 @@ impl LoadedModel {
             // A long word needs more memory than is set aside for each step.
             let working = memory::tokenizing_bytes(end - start);
             let encode = move || tokenizer.encode_piece(&text[start..end]);
-            let more = permit.run_with(working, encode).await??;
+            let more = permit.run(working, encode).await??;
             permit.grow(memory::token_bytes(more.len()))?;
             ids.extend(more);
             start = end;
