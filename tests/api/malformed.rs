@@ -24,8 +24,20 @@ async fn refused(server: &Server, path: &str, body: &[u8]) -> (u16, Value) {
 async fn invalid_json_is_refused() {
     let server = Server::saying("Hello.").await;
     for path in [CHAT, COMPLETIONS, "/tokenize", "/detokenize"] {
-        for body in ["", "{", "null", "[]", "5", "\"text\"", "{\"messages\": [}", "not json", "\u{0}", "{} {}"] {
-            assert_eq!(refused(&server, path, body.as_bytes()).await.0, 400, "{path} {body:?}");
+        for body in [
+            "",
+            "{",
+            "null",
+            "[]",
+            "5",
+            "\"text\"",
+            "{\"messages\": [}",
+            "not json",
+            "\u{0}",
+            "{} {}",
+            "{\"temperature\": 1e999}",
+        ] {
+            assert_eq!(refused(&server, path, body.as_bytes()).await, (400, Value::Null), "{path} {body:?}");
         }
         assert_eq!(refused(&server, path, b"{\"prompt\": \"\xff\xfe\"}").await.0, 400, "not UTF-8");
         let deep = "[".repeat(100_000);
@@ -62,6 +74,7 @@ async fn wrong_value_error_names_the_field() {
         (json!({"messages": ["Hi"]}), "messages[0]"),
         (json!({"messages": [{"role": "wizard", "content": "Hi"}]}), "messages[0].role"),
         (json!({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}), "messages[0].content[0]"),
+        (json!({"stream_options": {"include_usage": 3}}), "stream_options.include_usage"),
         (json!({"logit_bias": {"99999": 1}}), "logit_bias.99999"),
         (json!({"logprobs": true, "top_logprobs": 21}), "top_logprobs"),
         (json!({"logprobs": true, "top_logprobs": -1}), "top_logprobs"),
@@ -86,6 +99,7 @@ async fn wrong_value_error_names_the_field() {
         assert_eq!(refused(&server, COMPLETIONS, body.to_string().as_bytes()).await, (400, json!(param)), "{body}");
     }
     for (path, body, param) in [
+        (CHAT, json!({}), "messages"),
         (COMPLETIONS, json!({}), "prompt"),
         ("/tokenize", json!({}), "prompt"),
         ("/tokenize", json!({"prompt": "x", "messages": user}), "prompt"),

@@ -556,19 +556,6 @@ mod tests {
     }
 
     #[test]
-    fn sampling_fields_are_copied() {
-        let body = json!({
-            "max_tokens": 7, "model": "m", "stream": true, "temperature": 0.25, "top_p": 0.5, "top_k": 9, "stop_sequences": ["x"],
-            "messages": [{"role": "user", "content": "Hi"}],
-        });
-        let request = request(body).into_generation(false).unwrap();
-        let common = request.common;
-        assert_eq!((common.model.as_deref(), common.stream, request.max_tokens), (Some("m"), Some(true), Some(7)));
-        assert_eq!((common.temperature, common.top_p, common.top_k), (Some(0.25), Some(0.5), Some(9)));
-        assert_eq!(request.stops, ["x"]);
-    }
-
-    #[test]
     fn invalid_role_error_names_the_message() {
         for (message, reason) in
             [(json!({"content": "x"}), "has no role"), (json!({"role": 5, "content": "x"}), "must be a string")]

@@ -426,14 +426,6 @@ mod tests {
     }
 
     #[test]
-    fn audio_becomes_a_sentence_in_history() {
-        let format = PartFormat { types: &["text"], separator: "" };
-        let audio = json!([{"type": "input_audio", "input_audio": {}}]);
-        assert_eq!(format.text(&audio, "m", false).unwrap(), "[audio not shown: this model cannot read it]");
-        assert_eq!(format.text(&audio, "m", true).unwrap_err().status, 400);
-    }
-
-    #[test]
     fn unknown_parts_become_sentences_in_history() {
         let format = PartFormat { types: &["text"], separator: "" };
         for (part, sentence) in [
@@ -443,6 +435,7 @@ mod tests {
             (json!("x"), "[A block without a type is not shown: this server cannot read it]"),
             (json!({"type": "search_result", "content": 5}), "[A block of type `search_result` is not shown: this"),
             (json!({"type": "document", "source": {"type": "url"}}), "[file not shown: this model cannot read it]"),
+            (json!({"type": "input_audio", "input_audio": {}}), "[audio not shown: this model cannot read it]"),
             (json!({"type": "tool_reference"}), "[A block of type `tool_reference` is not shown: this server"),
         ] {
             let text = format.part_text(&part, "m", false).unwrap();

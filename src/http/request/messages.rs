@@ -322,14 +322,6 @@ mod tests {
     }
 
     #[test]
-    fn truncated_call_arguments_are_kept_as_text() {
-        let call = |arguments: Value| json!({"type": "function", "function": {"name": "f", "arguments": arguments}});
-        let message = json!({"role": "assistant", "tool_calls": [call(json!("{\"city\": \"Os"))]});
-        let expected = call(json!({"INVALID_JSON": "{\"city\": \"Os"}));
-        assert_eq!(checked(vec![message])[1]["tool_calls"], json!([expected]));
-    }
-
-    #[test]
     fn images_are_collected_in_order() {
         let part = json!({"type": "image_url", "image_url": {"url": "data:;base64,AA"}});
         let content = json!([{"type": "text", "text": "see "}, part]);

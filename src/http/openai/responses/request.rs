@@ -381,15 +381,6 @@ mod tests {
     }
 
     #[test]
-    fn sampling_fields_are_copied() {
-        let set = json!({"model": "m", "stream": true, "temperature": 0.25, "top_p": 0.5, "max_output_tokens": 7});
-        let request = generation(set).unwrap();
-        let common = request.common;
-        assert_eq!((common.model.as_deref(), common.stream), (Some("m"), Some(true)));
-        assert_eq!((common.temperature, common.top_p, request.max_tokens), (Some(0.25), Some(0.5), Some(7)));
-    }
-
-    #[test]
     fn tools_are_nested_one_level_deeper() {
         let schema = json!({"type": "object"});
         let f = json!({"type": "function", "name": "f", "description": "d", "parameters": schema, "strict": true});
@@ -480,12 +471,6 @@ mod tests {
             assert_eq!(error.body()["error"]["param"], param, "{more}");
             assert!(error.message().starts_with(param), "{}", error.message());
         }
-    }
-
-    #[test]
-    fn custom_tools_are_ignored() {
-        let tools = json!({"tools": [{"type": "custom", "name": "apply_patch", "format": {"type": "text"}}]});
-        assert!(request(tools).functions(&[]).unwrap().is_empty());
     }
 
     #[test]
