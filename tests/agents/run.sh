@@ -5,7 +5,7 @@
 #
 # Each scenario of scenarios.py has a home directory, an empty project, and a checkpoint that follows a script
 # (scripted_model.py). Most scenarios have two turns. In the first one, the model calls several tools at once: the agent's
-# shell writes two files, and another tool shows an image. Then the server is started anew, and the agent resumes the
+# shell writes two files, and another tool shows an image. Then the server is started again, and the agent resumes the
 # conversation for the second turn. aider has no tools: it gets edits instead. The others are Claude Code with a search for
 # a tool among those of an MCP server, many_tools.py; with two agents at once; and, at night, with 40 calls, two searches and
 # a compaction. At night, Claude Code, Codex, opencode and pi also get outputs that are larger than the context.

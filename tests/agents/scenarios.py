@@ -9,7 +9,7 @@ ENDED = "The script has ended."
 
 @dataclasses.dataclass
 class Turn:
-    """One start of the agent. The server is started anew for each."""
+    """One start of the agent. The server is started again for each."""
     arguments: list
     limit: int  # of tokens of prompts that the server may compute
     text: str = ENDED  # in the output

@@ -3,69 +3,46 @@
 use crate::host::Host;
 use moestro_compute::device::Launch;
 use moestro_compute::ops::{FP8_BLOCK, Float, Weight, WeightFormat};
-use test_support::split_mix64;
+pub use test_support::mutate::Dice;
 
-/// A generator of random inputs. The field is the seed.
-pub struct Random(pub u64);
-
-impl Random {
-    pub fn bits(&mut self) -> u64 {
-        split_mix64::next(&mut self.0)
+fn random_float(dice: &mut Dice, float: Float, scale: f32) -> Vec<u8> {
+    let v = dice.normal() * scale;
+    match float {
+        Float::F32 => v.to_le_bytes().to_vec(),
+        Float::F16 => half::f16::from_f32(v).to_le_bytes().to_vec(),
+        Float::Bf16 => half::bf16::from_f32(v).to_le_bytes().to_vec(),
     }
+}
 
-    /// A random number with approximately normal distribution, mean 0 and standard deviation 1.
-    pub fn normal(&mut self) -> f32 {
-        let sum: f64 = (0..4).map(|_| (self.bits() >> 11) as f64 / (1u64 << 53) as f64 - 0.5).sum();
-        (sum * 3f64.sqrt()) as f32
-    }
-
-    pub fn below(&mut self, n: usize) -> usize {
-        (self.bits() % n as u64) as usize
-    }
-
-    pub fn normals(&mut self, n: usize) -> Vec<f32> {
-        (0..n).map(|_| self.normal()).collect()
-    }
-
-    fn float(&mut self, float: Float, scale: f32) -> Vec<u8> {
-        let v = self.normal() * scale;
-        match float {
-            Float::F32 => v.to_le_bytes().to_vec(),
-            Float::F16 => half::f16::from_f32(v).to_le_bytes().to_vec(),
-            Float::Bf16 => half::bf16::from_f32(v).to_le_bytes().to_vec(),
+/// Codes, scales and biases of a random matrix whose values are about 1 / sqrt(cols).
+pub fn parts(dice: &mut Dice, codes: WeightFormat, rows: usize, cols: usize) -> [Vec<u8>; 3] {
+    let size = 1.0 / (cols as f32).sqrt();
+    let [code_bytes, scale_bytes, _] = codes.row_bytes(cols);
+    // 0x7f and 0xff are NaN in E4M3.
+    let e4m3 = |code: u8| if code & 127 == 127 { 0 } else { code };
+    let random: Vec<u8> = (0..rows * code_bytes).map(|_| dice.roll() as u8).collect();
+    match codes {
+        WeightFormat::Dense(float) => {
+            [(0..rows * cols).flat_map(|_| random_float(dice, float, size)).collect(), vec![], vec![]]
         }
-    }
-
-    /// Codes, scales and biases of a random matrix whose values are about 1 / sqrt(cols).
-    pub fn parts(&mut self, codes: WeightFormat, rows: usize, cols: usize) -> [Vec<u8>; 3] {
-        let size = 1.0 / (cols as f32).sqrt();
-        let [code_bytes, scale_bytes, _] = codes.row_bytes(cols);
-        // 0x7f and 0xff are NaN in E4M3.
-        let e4m3 = |code: u8| if code & 127 == 127 { 0 } else { code };
-        let random: Vec<u8> = (0..rows * code_bytes).map(|_| self.bits() as u8).collect();
-        match codes {
-            WeightFormat::Dense(float) => {
-                [(0..rows * cols).flat_map(|_| self.float(float, size)).collect(), vec![], vec![]]
-            }
-            WeightFormat::Affine { bits, group, scale } => {
-                let groups = rows * cols / group as usize;
-                let step = size / (1u32 << bits) as f32 * 3.0;
-                let scales = (0..groups).flat_map(|_| self.float(scale, step)).collect();
-                [random, scales, (0..groups).flat_map(|_| self.float(scale, size)).collect()]
-            }
-            WeightFormat::Mxfp4 | WeightFormat::Mxfp8 => {
-                let is_e4m3 = codes == WeightFormat::Mxfp8;
-                let codes = random.into_iter().map(|code| if is_e4m3 { e4m3(code) } else { code });
-                [codes.collect(), (0..rows * scale_bytes).map(|_| 115 + self.below(6) as u8).collect(), vec![]]
-            }
-            WeightFormat::Fp8(scale) => {
-                let scale = scale.expect("no kernel reads FP8 without scales");
-                let blocks = codes.part_bytes(rows, cols)[1] / scale.bytes();
-                let scales = (0..blocks).flat_map(|_| self.float(scale, size / 100.0));
-                [random.into_iter().map(e4m3).collect(), scales.collect(), vec![]]
-            }
-            WeightFormat::Nvfp4 => [random, (0..rows * scale_bytes).map(|_| self.below(127) as u8).collect(), vec![]],
+        WeightFormat::Affine { bits, group, scale } => {
+            let groups = rows * cols / group as usize;
+            let step = size / (1u32 << bits) as f32 * 3.0;
+            let scales = (0..groups).flat_map(|_| random_float(dice, scale, step)).collect();
+            [random, scales, (0..groups).flat_map(|_| random_float(dice, scale, size)).collect()]
         }
+        WeightFormat::Mxfp4 | WeightFormat::Mxfp8 => {
+            let is_e4m3 = codes == WeightFormat::Mxfp8;
+            let codes = random.into_iter().map(|code| if is_e4m3 { e4m3(code) } else { code });
+            [codes.collect(), (0..rows * scale_bytes).map(|_| 115 + dice.below(6) as u8).collect(), vec![]]
+        }
+        WeightFormat::Fp8(scale) => {
+            let scale = scale.expect("no kernel reads FP8 without scales");
+            let blocks = codes.part_bytes(rows, cols)[1] / scale.bytes();
+            let scales = (0..blocks).flat_map(|_| random_float(dice, scale, size / 100.0));
+            [random.into_iter().map(e4m3).collect(), scales.collect(), vec![]]
+        }
+        WeightFormat::Nvfp4 => [random, (0..rows * scale_bytes).map(|_| dice.below(127) as u8).collect(), vec![]],
     }
 }
 
@@ -75,9 +52,9 @@ pub struct Sample {
     pub values: Vec<f64>,
 }
 
-pub fn matrix(host: &mut Host, random: &mut Random, codes: WeightFormat, rows: usize, cols: usize) -> Sample {
+pub fn matrix(host: &mut Host, random: &mut Dice, codes: WeightFormat, rows: usize, cols: usize) -> Sample {
     let global_scale = if matches!(codes, WeightFormat::Nvfp4) { 0.25 } else { 1.0 };
-    let parts = random.parts(codes, rows, cols);
+    let parts = parts(random, codes, rows, cols);
     let regions = [0, 1, 2].map(|i| host.bytes(&parts[i]));
     let matrix = Weight { codes, rows, cols, global_scale, parts: regions };
     Sample { matrix, values: values(codes, rows, cols, global_scale, &parts) }

@@ -39,7 +39,7 @@ struct Case {
 
 impl Case {
     fn new([hidden, inner, shared_inner]: [usize; 3], k: usize, tokens: usize, slots: usize) -> Self {
-        let (mut host, mut random) = (Host::start(), Random((hidden + inner + k * tokens) as u64));
+        let (mut host, mut random) = (Host::start(), Dice((hidden + inner + k * tokens) as u64));
         let layer = layer(&mut host, &mut random, [AFFINE4; 3], hidden, inner, slots);
         let shared = matrix(&mut host, &mut random, AFFINE4, hidden, shared_inner.max(128));
         let router = Weight { rows: 5, cols: hidden, ..shared.matrix };
@@ -173,7 +173,7 @@ fn tiled_experts_ignore_their_neighbours() {
         case.x[13 * hidden] = -f32::INFINITY;
         let bits = |rows: Vec<f32>| rows.into_iter().map(f32::to_bits).collect::<Vec<_>>();
         let alone: Vec<Vec<u32>> = (0..TOKENS).map(|row| bits(case.run(row..row + 1, Way::Table))).collect();
-        let mut random = Random(3);
+        let mut random = Dice(3);
         for count in 1..=TOKENS {
             let first = random.below(TOKENS + 1 - count);
             for way in [Way::Table, Way::Parts, Way::Lists] {

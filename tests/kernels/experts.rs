@@ -17,7 +17,7 @@ pub struct Layer {
 
 pub fn layer(
     host: &mut Host,
-    random: &mut Random,
+    random: &mut Dice,
     codes: [WeightFormat; 3],
     hidden: usize,
     inner: usize,
@@ -39,7 +39,7 @@ pub fn layer(
     let mut all = Vec::new();
     for slot in memory.chunks_mut(stride) {
         all.push(stacks.each_ref().map(|piece| {
-            let parts = random.parts(piece.codes, piece.rows, piece.cols);
+            let parts = parts(random, piece.codes, piece.rows, piece.cols);
             for (part, at) in parts.iter().zip(piece.at[0]) {
                 slot[at..at + part.len()].copy_from_slice(part);
             }
@@ -56,7 +56,7 @@ pub fn layer(
 /// experts), and grouped by expert.
 fn case(codes: [WeightFormat; 3], hidden: usize, inner: usize, shared_inner: usize, k: usize, tokens: usize) {
     let (mut host, slots) = (Host::start(), if k > 1 { k + 3 } else { 2 });
-    let mut random = Random((hidden + inner + k) as u64);
+    let mut random = Dice((hidden + inner + k) as u64);
     let layer = layer(&mut host, &mut random, codes, hidden, inner, slots);
     let shared_down = matrix(&mut host, &mut random, codes[2], hidden, shared_inner.max(64));
     let width = 5 + if shared_inner > 0 { 2 * shared_inner + 1 } else { 0 };
@@ -187,7 +187,7 @@ fn experts_of_other_formats_match_reference() {
 #[test]
 fn router_selects_experts_and_slots() {
     let mut host = Host::start();
-    let mut random = Random(99);
+    let mut random = Dice(99);
     for (experts, k, tokens, renormalise) in
         [(256, 8, 1, true), (512, 10, 3, true), (5, 5, 2, true), (33, 1, 4, true), (64, 4, 2, false)]
     {

@@ -60,7 +60,7 @@ fn largest(values: &[f64]) -> f64 {
 
 #[test]
 fn half_products_of_every_format_are_close() {
-    let (mut host, mut random) = (Host::start(), Random(5));
+    let (mut host, mut random) = (Host::start(), Dice(5));
     for (codes, cols) in [
         (AFFINE4, 192),
         (AFFINE8, 128),
@@ -87,7 +87,7 @@ fn half_products_of_every_format_are_close() {
 
 #[test]
 fn half_rows_are_independent_of_other_rows() {
-    let (mut host, mut random, cols) = (Host::start(), Random(6), 128);
+    let (mut host, mut random, cols) = (Host::start(), Dice(6), 128);
     let sample = matrix(&mut host, &mut random, AFFINE4, 80, cols);
     let x = random.normals(70 * cols);
     let together = products(&mut host, &x, &sample, cols, None);
@@ -101,7 +101,7 @@ fn half_rows_are_independent_of_other_rows() {
 /// use other kernels. Rows have values of very different sizes.
 #[test]
 fn few_half_rows_equal_many() {
-    let (mut host, mut random) = (Host::start(), Random(9));
+    let (mut host, mut random) = (Host::start(), Dice(9));
     let mut kernels = BTreeSet::new();
     for cols in [128, 640, 1152] {
         let matrices = [(AFFINE4, 67), (AFFINE8, 21), (AFFINE4, 130)]
@@ -132,7 +132,7 @@ fn few_half_rows_equal_many() {
 /// Matrices with few rows in another format have f32 launches. The others keep the kernel of their format.
 #[test]
 fn few_rows_of_another_format_are_exact() {
-    let (mut host, mut random, cols) = (Host::start(), Random(10), 640);
+    let (mut host, mut random, cols) = (Host::start(), Dice(10), 640);
     let affine8 = WeightFormat::Affine { bits: 8, group: 32, scale: Float::F16 };
     let formats =
         [WeightFormat::Dense(Float::Bf16), WeightFormat::Fp8(Some(Float::Bf16)), affine8, WeightFormat::Mxfp4];
@@ -174,7 +174,7 @@ fn few_rows_of_another_format_are_exact() {
 
 #[test]
 fn half_rows_do_not_overflow_or_vanish() {
-    let (mut host, mut random, cols) = (Host::start(), Random(7), 128);
+    let (mut host, mut random, cols) = (Host::start(), Dice(7), 128);
     let sample = matrix(&mut host, &mut random, AFFINE4, 64, cols);
     let row = random.normals(cols);
     let sizes = [1e-30f32, 1e-6, 1.0, 7e4, 1e30];
@@ -195,7 +195,7 @@ fn half_rows_do_not_overflow_or_vanish() {
 #[test]
 fn short_prompts_multiply_few_empty_rows() {
     const SIDE: usize = 64;
-    let (mut host, mut random, tokens, k, experts) = (Host::fast(), Random(8), 200, 8, 256);
+    let (mut host, mut random, tokens, k, experts) = (Host::fast(), Dice(8), 200, 8, 256);
     let layer = layer(&mut host, &mut random, [AFFINE4; 3], SIDE, SIDE, experts);
     let none = host.words(&[]);
     let router = Weight { codes: AFFINE4, rows: experts, cols: SIDE, global_scale: 1.0, parts: [none; 3] };

@@ -11,7 +11,7 @@ use moestro_compute::ops::{
 #[test]
 fn rms_norm_matches_reference() {
     let mut host = Host::start();
-    let mut random = Random(1);
+    let mut random = Dice(1);
     for (rows, cols) in [(1, 2048), (3, 3072), (2, 4096), (5, 77)] {
         let (x, w) = (random.normals(rows * cols), random.normals(cols));
         let (x_at, w_at, y) = (host.floats(&x), host.floats(&w), host.empty(rows * cols * 4));
@@ -24,7 +24,7 @@ fn rms_norm_matches_reference() {
 #[test]
 fn embedding_and_dequantize_match_reference() {
     let mut host = Host::start();
-    let mut random = Random(2);
+    let mut random = Dice(2);
     let (rows, cols) = (150, 576);
     for codes in [
         AFFINE4,
@@ -98,9 +98,9 @@ fn e4m3_codes_have_exact_values() {
 #[test]
 fn f16_rounding_matches_ieee() {
     let mut host = Host::start();
-    let mut random = Random(5);
+    let mut random = Dice(5);
     let mut values: Vec<f32> =
-        (0..4096).map(|_| f32::from_bits(random.bits() as u32)).map(|v| if v.is_nan() { 1.5 } else { v }).collect();
+        (0..4096).map(|_| f32::from_bits(random.roll() as u32)).map(|v| if v.is_nan() { 1.5 } else { v }).collect();
     values.extend((0..2048).map(|i| f32::from_bits(0x3280_0000 + i * 0x1_3579)));
     values.extend((0..2048).map(|i| f32::from_bits(0x4770_0000 + i * 0x157)));
     let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
@@ -124,7 +124,7 @@ fn delta(key_heads: usize, value_heads: usize, key_dim: usize, value_dim: usize)
 /// Computes convolution, recurrence and gated norm over `chunks` of tokens. Every split into chunks must give the same
 /// bytes, even if a chunk is added to the state only when the next chunk is computed.
 fn delta_case(op: DeltaShape, chunks: &[&[usize]]) {
-    let mut random = Random((op.key_dim * 7 + op.value_dim) as u64);
+    let mut random = Dice((op.key_dim * 7 + op.value_dim) as u64);
     let tokens: usize = chunks[0].iter().sum();
     let (channels, values, width) = (op.channels(), op.values(), op.width());
     let proj = random.normals(tokens * width);
@@ -236,7 +236,7 @@ fn fused_delta_layer_equals_separate_launches() {
         for (apart, is_direct, cuts) in
             [(true, false, cuts[0]), (false, false, cuts[0]), (false, false, cuts[1]), (false, true, cuts[0])]
         {
-            let (mut host, mut random) = (Host::start(), Random(9));
+            let (mut host, mut random) = (Host::start(), Dice(9));
             let mut weight = |host: &mut Host, rows, cols| matrix(host, &mut random, codes, rows, cols).matrix;
             let matrices = [channels, values, heads, heads].map(|rows| weight(&mut host, rows, hidden));
             let last = [weight(&mut host, hidden, values)];
@@ -343,7 +343,7 @@ fn attend_case(op: AttentionShape, start: usize, tokens: usize) {
 /// The same on a given host. Returns the results of decoding.
 fn attend_on(mut host: Host, op: AttentionShape, start: usize, tokens: usize) -> Vec<f32> {
     host.twice = start < 100;
-    let mut random = Random((op.dim + start) as u64);
+    let mut random = Dice((op.dim + start) as u64);
     let (width, dim) = (op.width(), op.dim);
     let proj = random.normals(tokens * width);
     let (q_norm, k_norm) = (random.normals(dim), random.normals(dim));
@@ -547,7 +547,7 @@ fn cached_rows_have_the_cpu_bytes() {
     let format = KvFormat::I16;
     let shape =
         AttentionShape { heads: 2, kv_heads: 2, dim, rope_dim: 64, eps: 1e-6, context: 16, format, recent: None };
-    let mut random = Random(77);
+    let mut random = Dice(77);
     let mut proj = random.normals(tokens * shape.width());
     // Each entry has a row and the factor for the values of its first KV head, which become zero, tiny, large or not
     // finite.

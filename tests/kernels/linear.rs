@@ -12,7 +12,7 @@ use std::ops::Range;
 /// `add`, the products are added to y.
 fn case(shapes: &[(WeightFormat, usize)], cols: usize, tokens: usize, norm: bool, add: bool) -> Launch {
     let mut host = Host::start();
-    let mut random = Random((cols * 31 + tokens) as u64);
+    let mut random = Dice((cols * 31 + tokens) as u64);
     let samples: Vec<_> =
         shapes.iter().map(|&(codes, rows)| matrix(&mut host, &mut random, codes, rows, cols)).collect();
     let (x, w) = (random.normals(tokens * cols), random.normals(cols));
@@ -111,7 +111,7 @@ fn gemv_of_several_matrices_matches_reference() {
 #[test]
 fn gemv_rows_are_independent() {
     let mut host = Host::start();
-    let mut random = Random(7);
+    let mut random = Dice(7);
     // These cases have several rows with more columns than are staged at once. With a norm, the simdgroups of a
     // threadgroup share the rows of a small matrix.
     for (codes, cols, tokens, kernel) in [
@@ -153,7 +153,7 @@ struct TiledCase {
 
 impl TiledCase {
     fn new(shapes: &[(WeightFormat, usize)], cols: usize, tokens: usize, norm: bool, add: bool) -> Self {
-        let (mut host, mut random) = (Host::start(), Random((cols * 7 + tokens) as u64));
+        let (mut host, mut random) = (Host::start(), Dice((cols * 7 + tokens) as u64));
         let samples = shapes.iter().map(|&(codes, rows)| matrix(&mut host, &mut random, codes, rows, cols)).collect();
         let mut x = random.normals(tokens * cols);
         for row in x.chunks_mut(cols) {
@@ -245,7 +245,7 @@ fn tiled_rows_ignore_their_neighbours() {
         case.x_at = case.host.floats(&case.x.clone());
         let bits = |rows: Vec<f32>| rows.into_iter().map(f32::to_bits).collect::<Vec<_>>();
         let alone: Vec<Vec<u32>> = (0..21).map(|row| bits(case.run(row..row + 1))).collect();
-        let mut random = Random(3);
+        let mut random = Dice(3);
         for count in 1..=21 {
             let first = random.below(22 - count);
             let together = bits(case.run(first..first + count));
@@ -276,7 +276,7 @@ fn tiled_values_of_any_size_are_exact() {
 
 #[test]
 fn tiled_bf16_of_any_size_is_exact() {
-    let mut random = Random(4);
+    let mut random = Dice(4);
     for spread in [1, 20, 60, 200] {
         let mut case = TiledCase::new(&[(BF16, 19), (FP8, 1)], 384, 3, false, false);
         let sample = &mut case.samples[0];
@@ -321,7 +321,7 @@ fn tiled_products_decode_every_code() {
 
 #[test]
 fn tiled_feed_forward_equals_its_steps() {
-    let (mut host, mut random) = (Host::start(), Random(11));
+    let (mut host, mut random) = (Host::start(), Dice(11));
     let (hidden, inner, tokens) = (128, 256, 3);
     let mut weight = |rows, cols| matrix(&mut host, &mut random, AFFINE4, rows, cols).matrix;
     let gate_up = &[weight(inner, hidden), weight(inner, hidden)];

@@ -10,13 +10,10 @@ use std::{
     path::{Path, PathBuf},
     sync::{Arc, LazyLock},
 };
+use test_support::demo;
 
 fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/chat").join(name)
-}
-
-fn demo() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("models/demo/moestro-demo")
 }
 
 fn read(path: &Path) -> Value {

@@ -9,7 +9,7 @@ use crate::{
 use moestro_engine::{DraftPolicy, Sampling};
 use serde_json::{Value, json};
 use std::path::Path;
-use test_support::files::copy_files;
+use test_support::{files::copy_files, with};
 
 const STORY: &str = "Tell me a story about Paul and a dragon.";
 
@@ -79,9 +79,8 @@ fn form() -> Value {
 
 /// Returns the choices and the usage of an answer.
 fn answered(server: &Process, prompt: &str, more: &Value) -> (Value, Value) {
-    let mut body = json!({"messages": [{"role": "user", "content": prompt}], "max_tokens": 120, "seed": 3});
-    body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-    let answer = server.ask("POST", "/v1/chat/completions", &body.to_string());
+    let body = json!({"messages": [{"role": "user", "content": prompt}], "max_tokens": 120, "seed": 3});
+    let answer = server.ask("POST", "/v1/chat/completions", &with(body, more.clone()).to_string());
     let answer: Value = serde_json::from_str(&answer).unwrap();
     (answer["choices"].clone(), answer["usage"]["completion_tokens"].clone())
 }

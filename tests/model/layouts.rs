@@ -13,6 +13,7 @@ use moestro_compute::device::CpuArithmetic;
 use safetensors::Dtype;
 use serde_json::{Value, json};
 use std::{collections::BTreeMap, fs, path::Path};
+use test_support::with;
 
 const EMBEDDING: &str = "language_model.model.embed_tokens";
 const HEAD: &str = "language_model.lm_head";
@@ -175,7 +176,7 @@ fn all_config_levels_give_same_logits() {
     let flat = |layout: &mut Layout| {
         let text = layout.config.as_object_mut().unwrap().remove("text_config").unwrap();
         let outer = layout.config["model_type"].clone();
-        layout.config.as_object_mut().unwrap().extend(text.as_object().unwrap().clone());
+        layout.config = with(layout.config.take(), text);
         layout.config["model_type"] = outer;
     };
     check_same(

@@ -7,9 +7,7 @@ use crate::{
 };
 use moestro_model::model::{LoadOptions, Model, Qwen, QwenState, Rows, cpu_scratch};
 use std::{path::Path, sync::atomic::Ordering::Relaxed};
-use test_support::own_process::ran_in_own_process;
-
-const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo");
+use test_support::{DEMO, own_process::ran_in_own_process};
 
 /// Maximum number of allocations per token and layer.
 const MAX_PER_LAYER: u64 = 120;

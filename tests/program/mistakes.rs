@@ -6,10 +6,11 @@ use std::{
     fs,
     io::{BufRead, BufReader, Write},
     net::TcpListener,
-    path::{Path, PathBuf},
+    path::Path,
     process::Stdio,
     thread,
 };
+use test_support::demo;
 
 /// Runs a command with its own home directory. Returns the output on stdout and stderr.
 fn output_of(home: &Path, endpoint: &str, args: &[&str]) -> String {
@@ -18,10 +19,6 @@ fn output_of(home: &Path, endpoint: &str, args: &[&str]) -> String {
     let output = command.output().unwrap();
     let text = [output.stdout, output.stderr].concat();
     String::from_utf8(text).unwrap()
-}
-
-fn demo() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("models/demo/moestro-demo")
 }
 
 /// Runs the command lines of a table. Checks that the output of each contains a part of the expected sentence.

@@ -14,8 +14,7 @@ use std::{
     thread,
     time::{Duration, Instant},
 };
-
-const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo");
+use test_support::DEMO;
 
 /// A server and its log directory.
 struct Server {

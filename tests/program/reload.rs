@@ -5,11 +5,14 @@
 use crate::process::{Process, reload};
 use serde_json::Value;
 use std::{fs, path::Path, thread, time::Duration};
-use test_support::files::{copy_dir, copy_files};
+use test_support::{
+    DEMO,
+    files::{copy_dir, copy_files},
+};
 
 /// Copies the demo model to a new directory.
 fn copy_demo(to: &Path) {
-    copy_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("models/demo/moestro-demo"), to);
+    copy_dir(DEMO, to);
 }
 
 #[test]

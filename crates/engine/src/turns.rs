@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn long_request_is_passed_by_as_much_work() {
+    fn long_request_lets_equal_work_pass() {
         for others in 1..20 {
             for is_new in [false, true] {
                 let mut queue = Queue::default();

@@ -11,16 +11,19 @@ pub mod own_process;
 pub mod process_memory;
 pub mod random_cases;
 pub mod split_mix64;
+pub mod thread_cpu;
 
 use serde_json::Value;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 /// The repository's root.
 pub const ROOT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");
 
 /// The directory of the demo model.
+pub const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/demo/moestro-demo");
+
 pub fn demo() -> PathBuf {
-    Path::new(ROOT).join("models/demo/moestro-demo")
+    DEMO.into()
 }
 
 /// `body` with further fields.

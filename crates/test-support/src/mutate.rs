@@ -19,6 +19,16 @@ impl Dice {
     pub fn pick<'a, T>(&mut self, all: &'a [T]) -> &'a T {
         &all[self.below(all.len())]
     }
+
+    /// A random number with approximately normal distribution, mean 0 and standard deviation 1.
+    pub fn normal(&mut self) -> f32 {
+        let sum: f64 = (0..4).map(|_| (self.roll() >> 11) as f64 / (1u64 << 53) as f64 - 0.5).sum();
+        (sum * 3f64.sqrt()) as f32
+    }
+
+    pub fn normals(&mut self, n: usize) -> Vec<f32> {
+        (0..n).map(|_| self.normal()).collect()
+    }
 }
 
 /// Makes one to four changes: flips bits, or truncates, removes, repeats or overwrites bytes.

@@ -314,7 +314,7 @@ fn unneeded_files_are_removed_at_start() {
 }
 
 #[test]
-fn files_of_other_versions_are_removed_at_start() {
+fn other_versions_files_are_removed_at_start() {
     let dir = tempfile::tempdir().unwrap();
     let options = options(dir.path());
     drop(cache_with_two(&options));
