@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Soak test of a server: python3 tests/soak.py BINARY [SECONDS, default 300]
 
-Eight clients send chats, responses, messages, tools, schemas and invalid requests, disconnect, alternate between two
-models and send SIGHUP. Greedy answers must not change. Memory, file descriptors and threads must not grow. At the end
-SIGTERM under load must stop the server in time with exit code 0.
+Eight clients send chats, responses, messages, tools, schemas, random prompts and invalid requests, disconnect, alternate
+between two models and send SIGHUP. Greedy answers must not change. Memory, file descriptors and threads must not grow.
+At the end SIGTERM under load must stop the server in time with exit code 0.
 """
 import http.client, json, os, pathlib, random, shutil, signal, subprocess, sys, tempfile, threading, time
 
@@ -67,13 +67,20 @@ def once(dice):
         answer = send("/v1/chat/completions", dice.choice(INVALID)).getresponse()
         assert answer.status == 400, answer.status
         return count("invalid")
+    if what < 0.2:
+        # Prompts that no other request has, so each takes new memory of the prompt cache.
+        prompt = [dice.randrange(100, 1600) for _ in range(dice.randint(1, 200))]
+        body = {"prompt": prompt, "max_tokens": dice.randint(1, 16), "n": dice.randint(1, 2)}
+        answer = send("/v1/completions", json.dumps(body)).getresponse()
+        assert answer.status == 200 and json.load(answer)["choices"], answer.status
+        return count("random")
     name = dice.choice(list(KINDS))
     path, body = KINDS[name]
     body = dict(body, temperature=0)
     if dice.random() < 0.15:
         body["model"] = dice.choice(["moestro-demo", "second"])
     connection = send(path, json.dumps(body))
-    if what < 0.25:
+    if what < 0.35:
         time.sleep(dice.random() * 0.05)
         connection.sock.close()
         return count("disconnected")

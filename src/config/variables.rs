@@ -9,7 +9,7 @@ const PREFIX: &str = "MOESTRO_";
 /// Read by the program, but no flag.
 const LOG: &str = "MOESTRO_LOG";
 /// Variables of builds and tests, which are no mistakes. Those that start with `MOESTRO_TEST_` are in no list.
-const BUILDS_AND_TESTS: [&str; 14] = [
+const BUILDS_AND_TESTS: [&str; 13] = [
     "MOESTRO_COMMIT",
     "MOESTRO_FEATURES",
     "MOESTRO_FORMATS",
@@ -18,7 +18,6 @@ const BUILDS_AND_TESTS: [&str; 14] = [
     "MOESTRO_MUTATE_SECONDS",
     "MOESTRO_MUTATE_SEED",
     "MOESTRO_RECORD",
-    "MOESTRO_REQUESTS",
     "MOESTRO_REQUIRE_CLANG",
     "MOESTRO_SANITIZE",
     "MOESTRO_SOAK_SECONDS",

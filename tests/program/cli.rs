@@ -1,6 +1,9 @@
 //! Tests of the binary from the outside: error messages, the ready line, signals, and the commands on local models.
 
-use crate::program::{self, signal};
+use crate::{
+    process,
+    program::{self, signal},
+};
 use moestro::demo;
 use serde_json::{Value, json};
 use std::{
@@ -11,11 +14,10 @@ use std::{
     time::{Duration, Instant},
 };
 use test_support::{
+    DEMO,
     fifo::make_fifo,
     files::{copy_dir, copy_files},
 };
-
-const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo");
 
 /// A command that runs `moestro` on the CPU with a separate cache and without settings from the environment.
 fn moestro(cache: &Path) -> Command {
@@ -274,12 +276,7 @@ impl Server {
 
     /// Sends a request and returns the connection, which the server closes after the answer.
     fn send(&self, line: &str, headers: &str, body: &str) -> TcpStream {
-        let port = self.ready["port"].as_u64().unwrap().try_into().unwrap();
-        let mut connection = TcpStream::connect(("127.0.0.1", port)).unwrap();
-        let length = body.len();
-        let head = "Host: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n";
-        write!(connection, "{line} HTTP/1.1\r\n{head}{headers}Content-Length: {length}\r\n\r\n{body}").unwrap();
-        connection
+        process::send(self.ready["port"].as_u64().unwrap().try_into().unwrap(), line, headers, body)
     }
 
     /// Returns the head and the body of the answer.
@@ -475,11 +472,11 @@ fn reload_that_loses_the_key_is_refused() {
             Some(text) => std::fs::write(&file, text).unwrap(),
             None => std::fs::remove_file(&file).unwrap(),
         }
-        let line = crate::process::reload(server.child.id(), &logs);
+        let line = process::reload(server.child.id(), &logs);
         assert!(line.contains("cannot reload the configuration"), "{text:?}: {line}");
         assert!(status("secret").contains("200") && status("").contains("401"), "{text:?}");
     }
     std::fs::write(&file, "api-key = \"other\"").unwrap();
-    crate::process::reload(server.child.id(), &logs);
+    process::reload(server.child.id(), &logs);
     assert!(status("other").contains("200") && status("secret").contains("401"));
 }

@@ -2,12 +2,14 @@
 
 #![cfg(unix)]
 
-use crate::program::{self, signal};
+use crate::{
+    process::exchange,
+    program::{self, signal},
+};
 use serde_json::Value;
 use std::{
     fs::{self, Permissions},
-    io::{BufRead, BufReader, Read, Write},
-    net::TcpStream,
+    io::{BufRead, BufReader, Read},
     os::unix::fs::PermissionsExt,
     path::Path,
     process::{Command, Stdio},
@@ -31,13 +33,8 @@ fn ask_server(mut command: Command) -> (String, String) {
     let (mut ready, mut answer, mut log) = (String::new(), String::new(), String::new());
     BufReader::new(server.stdout.take().unwrap()).read_line(&mut ready).unwrap();
     if let Some(port) = serde_json::from_str::<Value>(&ready).ok().and_then(|ready| ready["port"].as_u64()) {
-        let mut stream = TcpStream::connect(("127.0.0.1", u16::try_from(port).unwrap())).unwrap();
         let body = r#"{"messages": [{"role": "user", "content": "What is 12+7?"}]}"#;
-        let head = "host: localhost\r\nconnection: close\r\ncontent-type: application/json";
-        let length = body.len();
-        write!(stream, "POST /v1/chat/completions HTTP/1.1\r\n{head}\r\ncontent-length: {length}\r\n\r\n{body}")
-            .unwrap();
-        stream.read_to_string(&mut answer).unwrap();
+        answer = exchange(port.try_into().unwrap(), "POST /v1/chat/completions", "", body);
     }
     // A thread writes the log. SIGKILL would lose the lines that wait for it.
     signal("TERM", server.id());

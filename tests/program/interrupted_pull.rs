@@ -2,12 +2,15 @@
 
 #![cfg(feature = "hub")]
 
-use crate::program::{self, signal};
+use crate::{
+    process::exchange,
+    program::{self, signal},
+};
 use serde_json::Value;
 use std::{
     fs,
-    io::{Read, Write},
-    net::{TcpListener, TcpStream},
+    io::Read,
+    net::TcpListener,
     os::unix::process::ExitStatusExt,
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
@@ -109,10 +112,7 @@ fn signal_saves_progress_of_a_server() {
     let mut server =
         command(&["serve", "org/name", "--port", &port.to_string()], &hub.endpoint, home.path()).spawn().unwrap();
     wait_for_bytes(&blob, &mut server, Duration::from_millis(300));
-    let mut connection = TcpStream::connect(("127.0.0.1", port)).unwrap();
-    write!(connection, "GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n").unwrap();
-    let mut health = String::new();
-    connection.read_to_string(&mut health).unwrap();
+    let health = exchange(port, "GET /health", "", "");
     signal("TERM", server.id());
     let ended = server.wait_with_output().unwrap();
     // A check of the health is no event worth a line, also while the model is loaded.

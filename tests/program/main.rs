@@ -4,8 +4,6 @@ mod attacks;
 mod broken_output;
 mod cgroup;
 mod cli;
-#[cfg(target_os = "linux")]
-mod clients;
 mod documents;
 mod exiting;
 mod first_day;

@@ -6,12 +6,14 @@
 
 #![cfg(target_os = "linux")]
 
-use crate::{group::Group, process::Process};
+use crate::{
+    group::Group,
+    process::{Process, send},
+};
 use serde_json::{Value, json};
 use std::{
     env,
-    io::{Read, Write},
-    net::TcpStream,
+    io::Read,
     sync::atomic::{AtomicBool, Ordering::Relaxed},
     thread,
     time::{Duration, Instant},
@@ -19,13 +21,13 @@ use std::{
 use test_support::{
     formats::{self, Source},
     process_memory::memory,
+    with,
 };
 
 const LIMIT: u64 = 512 << 20;
 const COUNT: u64 = 40;
 /// Maximum length of a prompt. Tools are a part of the prompt, and a long prompt takes long with any format.
 const MAX_PROMPT: &str = "2000";
-const PATH: &str = "/v1/chat/completions";
 
 fn from_env(name: &str, default: u64) -> u64 {
     env::var(name).map_or(default, |text| text.parse().unwrap())
@@ -34,10 +36,8 @@ fn from_env(name: &str, default: u64) -> u64 {
 /// Sends a request. Returns the status, the body, and the elapsed time.
 fn ask(port: u16, body: &Value) -> (u16, String, Duration) {
     let (start, body) = (Instant::now(), body.to_string());
-    let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
+    let mut stream = send(port, "POST /v1/chat/completions", "", &body);
     stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
-    let head = "host: localhost\r\nconnection: close\r\ncontent-type: application/json";
-    write!(stream, "POST {PATH} HTTP/1.1\r\n{head}\r\ncontent-length: {}\r\n\r\n{body}", body.len()).unwrap();
     let mut answer = String::new();
     stream
         .read_to_string(&mut answer)
@@ -57,10 +57,8 @@ impl Drop for SetOnDrop<'_> {
 
 fn chat(more: Value) -> Value {
     let messages = json!([{"role": "user", "content": "Hi"}]);
-    let mut body =
-        json!({"messages": messages, "max_tokens": 6, "temperature": 1, "seed": 1, "enable_thinking": false});
-    body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-    body
+    let body = json!({"messages": messages, "max_tokens": 6, "temperature": 1, "seed": 1, "enable_thinking": false});
+    with(body, more)
 }
 
 #[test]

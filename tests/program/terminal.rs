@@ -1,7 +1,10 @@
 //! Tests of the binary on a terminal, which `script` of util-linux provides. Also tests the version and model names.
 #![cfg(target_os = "linux")]
 
-use crate::program::{MOESTRO, isolate, quoted};
+use crate::{
+    process::exchange,
+    program::{MOESTRO, isolate, quoted},
+};
 use std::{
     io::{BufRead, BufReader, Read, Write},
     net::{Shutdown, TcpListener, TcpStream},
@@ -12,6 +15,7 @@ use std::{
     thread,
     time::{Duration, Instant},
 };
+use test_support::demo;
 
 const LEFT: &str = "\x1b[D";
 const UP: &str = "\x1b[A";
@@ -147,8 +151,7 @@ fn unknown_model_name_gets_a_hint() {
     let home = tempfile::tempdir().unwrap();
     let coder = home.path().join("data/moestro/models/coder");
     std::fs::create_dir_all(&coder).unwrap();
-    let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("models/demo/moestro-demo");
-    std::fs::copy(demo.join("config.json"), coder.join("config.json")).unwrap();
+    std::fs::copy(demo().join("config.json"), coder.join("config.json")).unwrap();
     let say = |name: &str| {
         let mut command = isolated(MOESTRO, home.path());
         let output = command.args(["run", name, "-p", "What is 12+7?", "--temp", "0", "--thinking", "off"]).output();
@@ -175,15 +178,7 @@ fn inherited_port_loads_on_demand() {
     let line = "exec 3<&0 </dev/null; export LISTEN_PID=$$ LISTEN_FDS=1; exec \"$0\" serve";
     command.args(["-c", line, MOESTRO]).stdin(OwnedFd::from(port)).stdout(Stdio::piped()).stderr(Stdio::null());
     let mut server = command.spawn().unwrap();
-    let ask = |head: &str, body: &str| {
-        let mut stream = TcpStream::connect(address).unwrap();
-        let length = body.len();
-        let rest = "host: localhost\r\ncontent-type: application/json\r\nconnection: close";
-        write!(stream, "{head} HTTP/1.1\r\n{rest}\r\ncontent-length: {length}\r\n\r\n{body}").unwrap();
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer).unwrap();
-        answer
-    };
+    let ask = |line: &str, body: &str| exchange(address.port(), line, "", body);
     assert!(ask("GET /health", "").contains(r#""model":null,"next":"moestro-demo""#));
     let question =
         r#"{"messages": [{"role": "user", "content": "What is 12+7?"}], "temperature": 0, "enable_thinking": false}"#;
@@ -206,11 +201,7 @@ fn every_inherited_port_is_served() {
     let mut server = command.spawn().unwrap();
     drop(command); // Its copies of the sockets.
     for address in addresses {
-        let mut stream = TcpStream::connect(address).unwrap();
-        stream.set_read_timeout(Some(std::time::Duration::from_secs(20))).unwrap();
-        write!(stream, "GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n").unwrap();
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer).unwrap();
+        let answer = exchange(address.port(), "GET /health", "", "");
         assert!(answer.starts_with("HTTP/1.1 200"), "{address}: {answer}");
     }
     server.kill().unwrap();
@@ -550,8 +541,7 @@ fn escape_sequences_do_not_reach_the_terminal() {
     let home = tempfile::tempdir().unwrap();
     let hostile = home.path().join("data/moestro/models/a\x1b]0;owned\x07b");
     std::fs::create_dir_all(&hostile).unwrap();
-    let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("models/demo/moestro-demo");
-    std::fs::copy(demo.join("config.json"), hostile.join("config.json")).unwrap();
+    std::fs::copy(demo().join("config.json"), hostile.join("config.json")).unwrap();
     let mut list = Terminal::begin(home.path(), "list");
     list.wait("moestro-demo");
     let server = TcpListener::bind("127.0.0.1:0").unwrap();

@@ -35,6 +35,22 @@ pub fn reload(id: u32, logs: &Path) -> String {
     }
 }
 
+/// Sends a request to this computer, and returns the connection, which the server closes after the answer. `line` is the
+/// method and the path, and each of `headers` ends with a line end.
+pub fn send(port: u16, line: &str, headers: &str, body: &str) -> TcpStream {
+    let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
+    let head = "host: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n";
+    write!(stream, "{line} HTTP/1.1\r\n{head}{headers}content-length: {}\r\n\r\n{body}", body.len()).unwrap();
+    stream
+}
+
+/// Sends a request, and returns the head and the body of the answer.
+pub fn exchange(port: u16, line: &str, headers: &str, body: &str) -> String {
+    let mut answer = String::new();
+    send(port, line, headers, body).read_to_string(&mut answer).unwrap();
+    answer
+}
+
 /// A server process. Dropping this value kills the server.
 pub struct Process {
     child: Child,
@@ -79,16 +95,7 @@ impl Process {
 
     /// Sends a request and returns the response body.
     pub fn ask(&self, method: &str, path: &str, body: &str) -> String {
-        let mut stream = TcpStream::connect(("127.0.0.1", self.port)).unwrap();
-        let length = body.len();
-        let head = "content-type: application/json\r\nconnection: close";
-        write!(
-            stream,
-            "{method} {path} HTTP/1.1\r\nhost: localhost\r\n{head}\r\ncontent-length: {length}\r\n\r\n{body}"
-        )
-        .unwrap();
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer).unwrap();
+        let answer = exchange(self.port, &format!("{method} {path}"), "", body);
         answer.split_once("\r\n\r\n").unwrap().1.to_owned()
     }
 
