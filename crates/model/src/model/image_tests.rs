@@ -100,28 +100,6 @@ fn snapshot_inside_an_image_continues_exactly() {
     }
 }
 
-#[test]
-fn tower_matches_transformers_on_its_pixels() {
-    let stages = tensors("images");
-    let bytes = std::fs::read(format!("{FIXTURE}/images.safetensors")).unwrap();
-    let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
-    for dir in ["mlx_4bit", "hf_bf16"] {
-        let model = model(dir);
-        for (hash, name) in ["gradient", "shapes", "noise"].into_iter().enumerate() {
-            let pixels = file.tensor(&format!("{name}.resized")).unwrap();
-            let height = pixels.shape()[0];
-            let width = pixels.shape()[1];
-            let data = pixels.data().to_vec();
-            let pixels = vision::RgbImage { height, width, data };
-            // Hashes of images that are not in the row cache.
-            let hash = [100 + hash as u8; 32];
-            let image = Image { hash, height: height / 32, width: width / 32, pixels };
-            let found = distance(&model.encode_image(&image).unwrap(), &stages[&format!("{name}.merged")]);
-            assert!(found < 2e-5, "{dir}, {name}: {found}");
-        }
-    }
-}
-
 /// The fixture's rows differ from those that the tower computes for an empty image, so wrong rows would be noticed.
 #[test]
 fn rows_of_an_unfinished_image_are_kept() {

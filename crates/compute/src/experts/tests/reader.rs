@@ -290,35 +290,3 @@ fn wait_returns_only_after_an_arrival() {
     });
     assert_eq!(pool.reader.finished(), 1);
 }
-
-#[test]
-fn damaged_record_is_counted_once_and_rebuilt() {
-    const LEN: usize = 512;
-    // The bytes of the pack's record are zero, but its checksum is that of the checkpoint's bytes.
-    let dir = tempfile::tempdir().unwrap();
-    let [pack, checkpoint] = [("pack", 0u8), ("checkpoint", 7)].map(|(name, byte)| {
-        let path = dir.path().join(name);
-        std::fs::write(&path, [byte; LEN]).unwrap();
-        ShardFiles::open(&[path], Access::Buffered).unwrap()
-    });
-    let mut pieces = [Piece::default(); PIECES];
-    pieces[0] = Piece { file: 0, offset: 0, len: LEN };
-    let parts = std::array::from_fn(|part| (0, if part == 0 { LEN } else { 0 }));
-    let records = LayerRecords::new(LEN as u64, parts, [(crc32fast::hash(&[7; LEN]), pieces)]);
-    let source = Box::new(pack.with_records(Some(Arc::new(PackRecords::new(vec![records], checkpoint)))));
-    let slab = Arc::new(Slab::new(SLOT).unwrap());
-    let states = SlotTable::new(1, 1).states().clone();
-    let metrics = Metrics::new("0", "cpu");
-    let reader = ExpertReader::new(source, slab.clone(), states.clone(), layout(1), 1, metrics.clone()).unwrap();
-    let plan = ReadPlan::new(&pieces, reader.source().block());
-    for finished in 0..3 {
-        states.set(SlotId(0), SlotState::Reading);
-        reader.read_now(SlotId(0), plan.clone());
-        reader.wait(finished);
-        assert_eq!(states.get(SlotId(0)), SlotState::Ready);
-        // SAFETY: the read has ended.
-        let bytes = unsafe { slab.bytes(plan.spans[0].clone()) };
-        assert!(bytes.iter().all(|byte| *byte == 7), "the checkpoint's bytes");
-        assert_eq!((metrics.pack_damaged_records.get(), metrics.ssd_errors.get()), (1, 1), "read {finished}");
-    }
-}
