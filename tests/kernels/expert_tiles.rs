@@ -171,12 +171,15 @@ fn tiled_experts_ignore_their_neighbours() {
         case.x[5 * hidden + 3] = f32::NAN;
         case.x[6 * hidden + 70] = f32::INFINITY;
         case.x[13 * hidden] = -f32::INFINITY;
+        // `tiled_experts_are_exact` compares the orders of threads of the other ways.
+        case.host.twice = false;
         let bits = |rows: Vec<f32>| rows.into_iter().map(f32::to_bits).collect::<Vec<_>>();
         let alone: Vec<Vec<u32>> = (0..TOKENS).map(|row| bits(case.run(row..row + 1, Way::Table))).collect();
         let mut random = Dice(3);
         for count in 1..=TOKENS {
             let first = random.below(TOKENS + 1 - count);
             for way in [Way::Table, Way::Parts, Way::Lists] {
+                case.host.twice = way == Way::Parts;
                 let together = bits(case.run(first..first + count, way));
                 for (row, (found, expected)) in together.chunks(hidden).zip(&alone[first..]).enumerate() {
                     assert!(found == expected, "row {row} of {count} from {first}, {way:?}");

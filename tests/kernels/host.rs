@@ -6,17 +6,18 @@ use crate::record;
 use moestro_compute::device::{BufferAccess, Launch, Region};
 use sha2::Digest;
 use std::{
+    collections::BTreeSet,
     fs,
     io::{Read, Write},
     path::{Path, PathBuf},
     process::{Child, ChildStdin, ChildStdout, Command, Stdio},
     sync::{
-        Mutex, OnceLock,
+        LazyLock, Mutex, OnceLock,
         atomic::{AtomicUsize, Ordering::Relaxed},
     },
 };
 
-pub const FILES: [&str; 12] = [
+const FILES: [&str; 12] = [
     "linear",
     "moe",
     "router",
@@ -31,6 +32,9 @@ pub const FILES: [&str; 12] = [
     "sample",
 ];
 
+/// Words that Metal or CUDA rejects, or that cost speed.
+const POISON: &str = "#pragma GCC poison double goto throw try catch new delete dynamic_cast std printf";
+
 fn kernels() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels")
 }
@@ -40,7 +44,7 @@ fn compiler() -> String {
 }
 
 /// The paths of the kernel files.
-fn all() -> [PathBuf; 12] {
+pub fn all() -> [PathBuf; 12] {
     FILES.map(|file| kernels().join(file).with_extension("metal"))
 }
 
@@ -58,44 +62,67 @@ fn with_companions(file: &Path) -> Vec<PathBuf> {
 }
 
 /// The lines that include a kernel file, with the files that are compiled with it.
-pub fn include(file: &Path) -> String {
+fn include(file: &Path) -> String {
     with_companions(file).iter().map(|file| format!("#include \"{}\"\n", file.display())).collect()
 }
 
 /// What is compiled to one object.
-pub struct Unit {
-    pub source: String,
+struct Unit {
+    source: String,
     /// The files that `source` includes.
     files: Vec<PathBuf>,
 }
 
-/// The kernels of `file`. The namespace has the file's name, because kernels of two files may have arguments of the same
-/// name.
-fn kernel_unit(file: &Path, tiles: bool) -> Unit {
-    let mut files = with_companions(file);
-    // A file without kernels for matrix units is compiled once for programs with and without `tiles.metal`.
-    let depends = files.iter().any(|part| fs::read_to_string(part).unwrap().contains("NO_TILES"));
-    let tiles = if tiles || !depends { "#include \"tiles.metal\"" } else { "#define NO_TILES" };
-    let name = file.file_stem().unwrap().to_str().unwrap();
-    let body = include(file);
-    let source =
-        format!("#include \"shim/host.h\"\n#include \"quant.metal\"\n{tiles}\nnamespace {name} {{\n{body}}}\n");
-    files.extend(["shim/host.h", "shim/fiber.h", "quant.metal", "tiles.metal"].map(|part| kernels().join(part)));
-    Unit { source, files }
+/// The kernels of some files. The namespace of a file has the file's name, because kernels of two files may have arguments
+/// of the same name.
+pub fn kernel_source(files: &[PathBuf], has_tiles: bool) -> String {
+    let tiles = if has_tiles { "#include \"tiles.metal\"" } else { "#define NO_TILES" };
+    let mut source = format!("#include \"shim/host.h\"\n{POISON}\n#include \"quant.metal\"\n{tiles}\n");
+    for file in files {
+        let name = file.file_stem().unwrap().to_str().unwrap();
+        source += &format!("namespace {name} {{\n{}}}\n", include(file));
+    }
+    source
 }
 
-/// The units of a program with these kernel files.
-fn units(files: &[PathBuf], tiles: bool) -> Vec<Unit> {
-    let main = Unit {
-        source: "#include \"shim/host.h\"\n#include \"host/main.cpp\"\n".into(),
-        files: ["shim/host.h", "shim/fiber.h", "host/main.cpp"].map(|part| kernels().join(part)).into(),
+/// The program without kernels.
+pub const MAIN_SOURCE: &str = "#include \"shim/host.h\"\n#include \"host/main.cpp\"\n";
+
+/// The units of a program with these kernel files. A unit has three files, because the compiler takes as long for the C++
+/// library as for a small file.
+fn units(files: &[PathBuf]) -> Vec<Unit> {
+    let used = |parts: &[&str]| parts.iter().map(|part| kernels().join(part)).collect::<Vec<_>>();
+    let unit = |files: &[PathBuf]| {
+        let source = kernel_source(files, true);
+        let mut files: Vec<_> = files.iter().flat_map(|file| with_companions(file)).collect();
+        files.extend(used(&["shim/host.h", "shim/fiber.h", "quant.metal", "tiles.metal"]));
+        Unit { source, files }
     };
-    files.iter().map(|file| kernel_unit(file, tiles)).chain([main]).collect()
+    let main = Unit { source: MAIN_SOURCE.into(), files: used(&["shim/host.h", "shim/fiber.h", "host/main.cpp"]) };
+    files.chunks(3).map(unit).chain([main]).collect()
 }
 
-/// The units of the program with all kernels.
-pub fn all_units() -> Vec<Unit> {
-    units(&all(), true)
+/// The names of the kernels that need `tiles.metal`. Also checks that the others compile without this file.
+fn names_with_tiles() -> BTreeSet<String> {
+    let names = |has_tiles| {
+        let source = kernel_source(&all(), has_tiles);
+        let mut parts = vec![source.clone().into_bytes()];
+        let files = all().iter().flat_map(|file| with_companions(file)).collect::<Vec<_>>();
+        parts.extend(files.iter().map(|file| fs::read(file).unwrap()));
+        let text = made_once(&format!("{}.i", hex_hash(&parts)), |output| {
+            let input = output.with_extension("cpp");
+            fs::write(&input, &source).unwrap();
+            compile(&["-std=c++17", "-E"], &[&input, Path::new("-o"), output]);
+            if !has_tiles {
+                compile(&["-std=c++17", "-fsyntax-only"], &[&input]);
+            }
+            fs::remove_file(input).unwrap();
+        });
+        let text = fs::read_to_string(text).unwrap();
+        let names = text.split("host::add(\"").skip(1).map(|rest| rest.split('"').next().unwrap().to_owned());
+        names.collect::<BTreeSet<_>>()
+    };
+    &names(true) - &names(false)
 }
 
 /// Runs the compiler.
@@ -148,7 +175,7 @@ fn build(files: &[PathBuf], name: &str, sanitise: bool) -> PathBuf {
         false if cfg!(target_arch = "x86_64") => &["-O3", "-march=native"],
         false => &["-O3"],
     };
-    let units = units(files, name != "plain");
+    let units = units(files);
     let next = AtomicUsize::new(0);
     let threads = std::thread::available_parallelism().map_or(1, usize::from).min(units.len());
     let work = || -> Vec<PathBuf> {
@@ -190,6 +217,8 @@ pub struct Host {
     /// True if a launch that gets the same bytes as an earlier one is not computed again. A kernel depends only on these
     /// bytes, unless it has a table of addresses.
     pub reuses_results: bool,
+    /// Kernels that the program does not have.
+    missing: &'static BTreeSet<String>,
 }
 
 impl Host {
@@ -220,10 +249,12 @@ impl Host {
         Self::run_with(Self::fast_program(), &[("MOESTRO_FAST_EXP_ERRORS", "1")])
     }
 
-    /// Starts the program without `tiles.metal` and the kernels that need this file.
+    /// Starts the fast program without the kernels that need `tiles.metal`.
     pub fn plain() -> Self {
-        static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
-        Self::run_shared(PROGRAM.get_or_init(|| build(&all(), "plain", false)))
+        static WITH_TILES: LazyLock<BTreeSet<String>> = LazyLock::new(names_with_tiles);
+        let mut host = Self::fast();
+        host.missing = &WITH_TILES;
+        host
     }
 
     /// Starts the program with planted faults in the kernels.
@@ -248,7 +279,15 @@ impl Host {
     }
 
     fn on(running: Running) -> Self {
-        Self { running: Some(running), is_shared: false, buffers: 0, twice: true, reuses_results: false }
+        static NONE: BTreeSet<String> = BTreeSet::new();
+        Self {
+            running: Some(running),
+            is_shared: false,
+            buffers: 0,
+            twice: true,
+            reuses_results: false,
+            missing: &NONE,
+        }
     }
 
     fn run_with(program: &'static Path, environment: &[(&str, &str)]) -> Self {
@@ -352,7 +391,9 @@ impl Host {
         self.receive(&mut len);
         let mut names = vec![0; u32::from_le_bytes(len) as usize];
         self.receive(&mut names);
-        String::from_utf8(names).unwrap().split_whitespace().map(Into::into).collect()
+        let names = String::from_utf8(names).unwrap();
+        let names = names.split_whitespace().map(String::from);
+        names.filter(|name| !self.missing.contains(name)).collect()
     }
 
     /// Executes one launch. The error is the report of a sanitizer, of the barrier check or of the order check. After
@@ -368,6 +409,9 @@ impl Host {
     }
 
     fn execute(&mut self, launch: &Launch) -> Result<(), String> {
+        if self.missing.contains(launch.kernel) {
+            return Err(format!("there is no kernel {}", launch.kernel));
+        }
         let mut words = vec![launch.args.len() as u32];
         words.extend(&launch.args);
         words.push(launch.bindings.len() as u32);
