@@ -83,8 +83,12 @@ impl CheckpointMeta {
         };
         let name = name.rsplit('/').next().unwrap_or(&name).to_string();
         if !dir.join("tokenizer.json").exists() {
-            let why = "it has no tokenizer.json; `moestro pull ORG/NAME` downloads it".into();
-            return Err(StoreError::NotACheckpoint { path: dir, why }.into());
+            let why = if dir.join("merges.txt").exists() {
+                "it has merges.txt, but no tokenizer.json; copy that of the original model, or save the tokenizer with transformers"
+            } else {
+                "it has no tokenizer.json; `moestro pull ORG/NAME` downloads it"
+            };
+            return Err(StoreError::NotACheckpoint { path: dir, why: why.into() }.into());
         }
         let tokenizer = Tokenizer::load(&dir)?;
         let template = Template::find(&dir)?;

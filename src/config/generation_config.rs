@@ -115,7 +115,9 @@ pub fn json(path: &Path) -> Result<Option<Value>, StoreError> {
     match serde_json::from_slice(&text) {
         Ok(value @ Value::Object(_)) => Ok(Some(value)),
         Ok(_) => Err(StoreError::NotACheckpoint { path: path.into(), why: "it is not a JSON object".into() }),
-        Err(error) => Err(StoreError::NotACheckpoint { path: path.into(), why: error.to_string() }),
+        Err(error) => {
+            Err(StoreError::NotACheckpoint { path: path.into(), why: format!("it is not valid JSON: {error}") })
+        }
     }
 }
 

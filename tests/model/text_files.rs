@@ -3,10 +3,10 @@
 
 use crate::{layouts::respell, program::moestro};
 use serde_json::{Value, json};
-use std::{fs, path::Path};
+use std::{fs, path::Path, process::Output};
 
-/// Changes the files of the demo and returns the answer to a question.
-fn answer(change: impl FnOnce(&Path)) -> String {
+/// Changes the files of the demo and asks a question.
+fn ask(change: impl FnOnce(&Path)) -> Output {
     let dir = tempfile::tempdir().unwrap();
     let names = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"];
     for name in names.into_iter().chain(["chat_template.jinja", "model.safetensors"]) {
@@ -15,7 +15,12 @@ fn answer(change: impl FnOnce(&Path)) -> String {
     change(dir.path());
     let home = tempfile::tempdir().unwrap();
     let args = ["generate", "-p", "What is 12+7?", "--temp", "0", "--thinking", "off", "--max-tokens", "60"];
-    let output = moestro(home.path()).args(args).arg(dir.path()).output().unwrap();
+    moestro(home.path()).args(args).arg(dir.path()).output().unwrap()
+}
+
+/// Changes the files of the demo and returns the answer to a question.
+fn answer(change: impl FnOnce(&Path)) -> String {
+    let output = ask(change);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     String::from_utf8(output.stdout).unwrap()
 }
@@ -42,14 +47,47 @@ fn turn_of_template_ends_answer() {
 
 #[test]
 fn template_of_older_processor_is_used() {
+    for name in ["chat_template.json", "processor_config.json"] {
+        let found = answer(|dir| {
+            let template = fs::read_to_string(dir.join("chat_template.jinja")).unwrap();
+            fs::remove_file(dir.join("chat_template.jinja")).unwrap();
+            fs::write(dir.join(name), json!({"chat_template": template}).to_string()).unwrap();
+            let remove = |json: &mut Value| _ = json.as_object_mut().unwrap().remove("chat_template");
+            edit_json(&dir.join("tokenizer_config.json"), remove);
+            fs::write(dir.join("generation_config.json"), "[1]").unwrap();
+        });
+        assert_eq!(found, "12 + 7 = 19.\n", "{name}");
+    }
+}
+
+#[test]
+fn order_of_added_tokens_changes_nothing() {
     let found = answer(|dir| {
-        let template = fs::read_to_string(dir.join("chat_template.jinja")).unwrap();
-        fs::remove_file(dir.join("chat_template.jinja")).unwrap();
-        fs::write(dir.join("chat_template.json"), json!({"chat_template": template}).to_string()).unwrap();
-        edit_json(&dir.join("tokenizer_config.json"), |json| _ = json.as_object_mut().unwrap().remove("chat_template"));
-        fs::write(dir.join("generation_config.json"), "[1]").unwrap();
+        edit_json(&dir.join("tokenizer.json"), |json| json["added_tokens"].as_array_mut().unwrap().reverse());
     });
     assert_eq!(found, "12 + 7 = 19.\n");
+}
+
+#[test]
+fn other_contents_of_text_files_are_refused() {
+    let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n";
+    let page = "<!doctype html>\n<html></html>";
+    for (file, text, reason) in [
+        ("chat_template.jinja", pointer, "it is a Git LFS pointer"),
+        ("chat_template.jinja", page, "it is a web page"),
+        ("tokenizer_config.json", page, "it is a web page"),
+        ("tokenizer_config.json", "{", "it is not valid JSON: EOF"),
+        ("tokenizer.json", "", "it is empty"),
+        ("tokenizer.json", "{}", "it is not a tokenizer: "),
+        ("added_tokens.json", "{", "it is not valid JSON: EOF"),
+        ("config.json", "{", "it is not valid JSON: EOF"),
+    ] {
+        let output = ask(|dir| fs::write(dir.join(file), text).unwrap());
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!output.status.success() && said.contains(file) && said.contains(reason), "{file}: {said}");
+    }
+    let output = ask(|dir| fs::rename(dir.join("tokenizer.json"), dir.join("merges.txt")).unwrap());
+    assert!(String::from_utf8_lossy(&output.stderr).contains("no tokenizer.json; copy that of the original model"));
 }
 
 /// Some tools for fine-tuning write `<|im_start|>` to other files than `tokenizer.json`.

@@ -42,7 +42,7 @@ impl Tokenizer {
         let path = dir.join("tokenizer.json");
         let failed = |why: String| ChatError::File { path: path.clone(), why };
         let file = read_json_file(&path, MAX_BYTES).map_err(|e| failed(e.to_string()))?;
-        let mut encoder = tokenizers::Tokenizer::from_bytes(&file).map_err(|e| failed(e.to_string()))?;
+        let mut encoder = added::encoder(&file).map_err(|why| failed(format!("it is not a tokenizer: {why}")))?;
         if !matches!(encoder.get_decoder(), Some(tokenizers::DecoderWrapper::ByteLevel(_))) {
             return Err(failed("only byte-level BPE tokenizers are supported".into()));
         }

@@ -11,13 +11,28 @@ use std::{io, path::Path};
 ///   refuses the string.
 ///
 /// # Errors
-/// The errors of [`read_small_file`]. The file is a Git LFS pointer.
+/// The errors of [`read_small_file`]. The file is a Git LFS pointer, a web page or empty.
 pub fn read_json_file(path: &Path, max: u64) -> io::Result<Vec<u8>> {
     let text = read_small_file(path, max)?;
-    if text.starts_with(LFS_START) {
-        return Err(io::Error::other(IS_LFS_POINTER));
+    check_not_placeholder(&text)?;
+    if text.trim_ascii().is_empty() {
+        Err(io::Error::other("it is empty; download it again"))
+    } else {
+        Ok(plain_json(&text))
     }
-    Ok(plain_json(&text))
+}
+
+/// Fails if a download or a clone stored something else instead of the file: a Git LFS pointer or a web page.
+pub fn check_not_placeholder(text: &[u8]) -> io::Result<()> {
+    let start = text.trim_ascii_start();
+    let is_page = |tag: &str| start.get(..tag.len()).is_some_and(|start| start.eq_ignore_ascii_case(tag.as_bytes()));
+    if text.starts_with(LFS_START) {
+        Err(io::Error::other(IS_LFS_POINTER))
+    } else if is_page("<!doctype") || is_page("<html") {
+        Err(io::Error::other("it is a web page, not the file; download it again"))
+    } else {
+        Ok(())
+    }
 }
 
 /// The start of a Git LFS pointer, which takes the place of a large file in a clone without Git LFS.
@@ -74,10 +89,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lfs_pointer_is_refused_with_a_remedy() {
+    fn other_files_are_refused_with_a_remedy() {
         let file = tempfile::NamedTempFile::new().unwrap();
-        std::fs::write(file.path(), "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n").unwrap();
-        assert!(read_json_file(file.path(), 1000).unwrap_err().to_string().contains("git lfs pull"));
+        for (text, remedy) in [
+            ("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "git lfs pull"),
+            ("\n<!DOCTYPE html><html></html>", "a web page, not the file; download it again"),
+            (" \r\n", "it is empty; download it again"),
+        ] {
+            std::fs::write(file.path(), text).unwrap();
+            assert!(read_json_file(file.path(), 1000).unwrap_err().to_string().contains(remedy));
+        }
     }
 
     #[test]

@@ -24,7 +24,7 @@ pub use deferred_signals::DeferredSignals;
 pub use file_lock::FileLock;
 pub use huge_pages::zeroed_buffer;
 pub use jobs::{OnBytes, run_jobs};
-pub use json_file::{IS_LFS_POINTER, LFS_START, read_json_file};
+pub use json_file::{IS_LFS_POINTER, LFS_START, check_not_placeholder, read_json_file};
 pub use keep_awake::KeepAwake;
 pub use regular_file::{FileStamp, check_small_file, open_regular_file, read_small_file, sha256_file};
 pub use threads::Threads;

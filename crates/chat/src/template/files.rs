@@ -1,12 +1,12 @@
 //! Finds the chat templates of a model in its directory.
 //!
 //! As in transformers, `chat_template.jinja` takes the place of the templates in `tokenizer_config.json`, and files in
-//! `additional_chat_templates` are templates for special conversations. `chat_template.json` is the file of older
-//! processors of images. It counts if there is no other template. If all templates are special, the first by name is
-//! used for all other conversations.
+//! `additional_chat_templates` are templates for special conversations. `chat_template.json` and `processor_config.json`
+//! are files of older processors of images. They count if there is no other template. If all templates are special, the
+//! first by name is used for all other conversations.
 
 use crate::error::ChatError;
-use moestro_base::platform::{read_json_file, read_small_file};
+use moestro_base::platform::{check_not_placeholder, read_json_file, read_small_file};
 use serde_json::Value as Json;
 use std::{
     collections::BTreeMap,
@@ -34,8 +34,10 @@ impl TemplateFiles {
         if sources.is_empty() {
             add_all(&mut sources, &tokenizer_config["chat_template"]);
         }
-        if sources.is_empty() {
-            add_all(&mut sources, &read_json(dir.join("chat_template.json"))?["chat_template"]);
+        for name in ["chat_template.json", "processor_config.json"] {
+            if sources.is_empty() {
+                add_all(&mut sources, &read_json(dir.join(name))?["chat_template"]);
+            }
         }
         for path in further_templates(dir) {
             let name = path.file_stem().unwrap_or_default().to_string_lossy();
@@ -82,12 +84,14 @@ fn further_templates(dir: &Path) -> Vec<PathBuf> {
 /// The JSON value in a file. Null if the file does not exist.
 fn read_json(path: PathBuf) -> Result<Json, ChatError> {
     let Some(text) = existing(&path, read_json_file(&path, MAX_BYTES))? else { return Ok(Json::Null) };
-    serde_json::from_slice(&text).map_err(|error| ChatError::File { path, why: error.to_string() })
+    serde_json::from_slice(&text)
+        .map_err(|error| ChatError::File { path, why: format!("it is not valid JSON: {error}") })
 }
 
 /// The text of a file. `None` if the file does not exist.
 fn read_text(path: &Path) -> Result<Option<String>, ChatError> {
-    let text = existing(path, read_small_file(path, MAX_BYTES))?.map(String::from_utf8).transpose();
+    let read = read_small_file(path, MAX_BYTES).and_then(|text| check_not_placeholder(&text).map(|()| text));
+    let text = existing(path, read)?.map(String::from_utf8).transpose();
     text.map_err(|error| ChatError::File { path: path.to_owned(), why: error.to_string() })
 }
 

@@ -1,14 +1,52 @@
-//! Tokens that `tokenizer.json` lacks, such as `<|im_start|>`. Some tools for fine-tuning write them to
-//! `tokenizer_config.json` or `added_tokens.json` only, and transformers adds them when it loads the files.
+//! Added tokens, such as `<|im_start|>`. Their ids are those of the files: the crate `tokenizers` numbers the added tokens
+//! of `tokenizer.json` in their order, whatever ids they have there.
+//!
+//! Some tools for fine-tuning write added tokens to `tokenizer_config.json` or `added_tokens.json` only, and transformers
+//! adds them when it loads the files.
 
 use crate::error::ChatError;
 use moestro_base::platform::read_json_file;
+use serde::Deserialize;
 use serde_json::Value;
 use std::{collections::BTreeMap, io, path::Path};
 use tokenizers::AddedToken;
 
 /// Maximum size of a file in bytes.
 const MAX_BYTES: u64 = 32 << 20;
+
+/// An added token of `tokenizer.json`.
+#[derive(Deserialize)]
+struct ListedToken {
+    id: u32,
+    content: String,
+}
+
+/// The encoder in a `tokenizer.json`. Its added tokens have the ids of the file.
+pub fn encoder(file: &[u8]) -> Result<tokenizers::Tokenizer, String> {
+    #[derive(Deserialize)]
+    struct ListedTokens {
+        #[serde(default)]
+        added_tokens: Vec<ListedToken>,
+    }
+    let parsed = |file: &[u8]| tokenizers::Tokenizer::from_bytes(file).map_err(|error| error.to_string());
+    let encoder = parsed(file)?;
+    let listed: ListedTokens = serde_json::from_slice(file).map_err(|error| error.to_string())?;
+    let differs = |encoder: &tokenizers::Tokenizer| {
+        listed.added_tokens.iter().find(|token| encoder.token_to_id(&token.content) != Some(token.id))
+    };
+    if differs(&encoder).is_none() {
+        return Ok(encoder);
+    }
+    // A token of the vocabulary keeps its id.
+    let mut json: Value = serde_json::from_slice(file).map_err(|error| error.to_string())?;
+    let vocabulary = json["model"]["vocab"].as_object_mut().ok_or("it has no vocabulary")?;
+    vocabulary.extend(listed.added_tokens.iter().map(|token| (token.content.clone(), token.id.into())));
+    let encoder = parsed(json.to_string().as_bytes())?;
+    match differs(&encoder) {
+        Some(ListedToken { id, content }) => Err(format!("the added token {content} cannot have the id {id}")),
+        None => Ok(encoder),
+    }
+}
 
 /// Adds the tokens of a model's other files that `encoder` lacks. Logs a token whose id differs from that of its file,
 /// and adds none in that case.
@@ -61,7 +99,8 @@ fn listed_tokens(dir: &Path) -> Result<BTreeMap<u32, AddedToken>, ChatError> {
 fn read(dir: &Path, name: &str) -> Result<Value, ChatError> {
     let path = dir.join(name);
     match read_json_file(&path, MAX_BYTES) {
-        Ok(text) => serde_json::from_slice(&text).map_err(|error| ChatError::File { path, why: error.to_string() }),
+        Ok(text) => serde_json::from_slice(&text)
+            .map_err(|error| ChatError::File { path, why: format!("it is not valid JSON: {error}") }),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Value::Null),
         Err(error) => Err(ChatError::File { path, why: error.to_string() }),
     }
@@ -90,6 +129,40 @@ mod tests {
         fs::write(dir.path().join("tokenizer.json"), file.to_string()).unwrap();
         fs::write(dir.path().join(name), other.to_string()).unwrap();
         Tokenizer::load(dir.path()).unwrap()
+    }
+
+    /// The demo's tokenizer with other added tokens.
+    fn changed(change: impl FnOnce(&mut Vec<Value>)) -> Tokenizer {
+        let text = fs::read(test_support::demo().join("tokenizer.json")).unwrap();
+        let mut file: Value = serde_json::from_slice(&text).unwrap();
+        change(file["added_tokens"].as_array_mut().unwrap());
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("tokenizer.json"), file.to_string()).unwrap();
+        Tokenizer::load(dir.path()).unwrap()
+    }
+
+    #[test]
+    fn added_tokens_have_ids_of_file() {
+        let demo = Tokenizer::load(&test_support::demo()).unwrap();
+        let text = "<|im_start|>user\nWhat is 12+7?<|im_end|>\n<think>\n</think><tool_call>";
+        let ids = demo.encode(text).unwrap();
+        let found = changed(|tokens| tokens.reverse());
+        assert_eq!((found.encode(text).unwrap(), found.first_difference(&demo)), (ids.clone(), None));
+        let found = changed(|tokens| tokens.swap(1, 3));
+        assert_eq!((found.encode(text).unwrap(), found.first_difference(&demo)), (ids.clone(), None));
+        // A gap before the last tokens, and a gap before all.
+        let count = changed(|_| ()).added.len();
+        for kept in [0, 2, count - 1] {
+            let found = changed(|tokens| {
+                tokens.iter_mut().skip(kept).for_each(|token| {
+                    token["id"] = (token["id"].as_u64().unwrap() + 5).into();
+                })
+            });
+            let shifted = |id: &u32| if *id >= demo.added[kept] { *id + 5 } else { *id };
+            assert_eq!(found.encode(text).unwrap(), ids.iter().map(shifted).collect::<Vec<_>>(), "{kept}");
+            assert_eq!(found.decode(&found.encode(text).unwrap()), demo.decode(&ids), "{kept}");
+            assert_eq!(found.vocab_size(), demo.vocab_size() + 5);
+        }
     }
 
     #[test]

@@ -209,7 +209,7 @@ impl Config {
 pub fn json(dir: &Path) -> Result<Value, ModelError> {
     let path = dir.join("config.json");
     let text = read_json_file(&path, MAX_BYTES).map_err(StoreError::at(&path))?;
-    serde_json::from_slice(&text).map_err(|error| ModelError::Config(error.to_string()))
+    serde_json::from_slice(&text).map_err(|error| ModelError::Config(format!("it is not valid JSON: {error}")))
 }
 
 /// The supported architectures, which differ in the keys that `config.json` must have.
@@ -290,20 +290,28 @@ impl JsonTable<'_> {
         full.collect()
     }
 
-    /// The parameters of RoPE. Older versions of transformers call them `rope_scaling`. Newer ones may write a table for
-    /// each type of layer.
+    /// The tables with parameters of RoPE. Older versions of transformers call them `rope_scaling`. Newer ones may write
+    /// a table for each type of layer.
+    fn rope_tables(&self) -> impl Iterator<Item = JsonTable<'_>> {
+        let tables = ["rope_parameters", "rope_scaling"].iter().filter_map(|key| self.0.get(key));
+        let of_attention =
+            |table| Value::get(table, "full_attention").filter(|table| table.is_object()).unwrap_or(table);
+        tables.filter(|table| table.is_object()).map(move |table| JsonTable(of_attention(table)))
+    }
+
+    /// The parameters of RoPE: the first table counts.
     fn rope(&self) -> JsonTable<'_> {
-        let mut tables = ["rope_parameters", "rope_scaling"].iter().filter_map(|key| self.0.get(key));
-        let table = tables.find(|table| table.is_object()).unwrap_or(&Value::Null);
-        JsonTable(table.get("full_attention").filter(|table| table.is_object()).unwrap_or(table))
+        self.rope_tables().next().unwrap_or(JsonTable(&Value::Null))
     }
 
     fn attention(self, eps: f32) -> Result<(AttentionShape, f64), ModelError> {
         let rope = self.rope();
-        // mlx-lm writes `type` where transformers writes `rope_type`.
-        let kind = ["rope_type", "type"].iter().find_map(|key| rope.0.get(key)?.as_str());
+        // mlx-lm writes `type` where transformers writes `rope_type`. A table that does not count may ask for a longer
+        // context, too.
+        let kinds = self.rope_tables().flat_map(|table| ["rope_type", "type"].map(|key| table.0.get(key)));
         // `mrope` is the default with the sections that all supported models have.
-        if let Some(other) = kind.filter(|kind| !["default", "mrope"].contains(kind)) {
+        let mut others = kinds.filter_map(|kind| kind?.as_str()).filter(|kind| !["default", "mrope"].contains(kind));
+        if let Some(other) = others.next() {
             return refuse(format!("rope type {other} is not supported, only default"));
         }
         let number = |key: &str, default: f64| match [rope, self]
@@ -562,6 +570,10 @@ mod tests {
         }
         let yarn = serde_json::json!({"full_attention": {"rope_type": "yarn"}});
         assert_refused(demo(), "/text_config/rope_parameters", yarn, "yarn");
+        // The demo has `rope_parameters`, which count.
+        let longer = serde_json::json!({"type": "linear", "factor": 4});
+        assert_refused(demo(), "/text_config/rope_scaling", longer.clone(), "linear");
+        assert_refused(demo(), "/rope_scaling", longer, "linear");
     }
 
     fn qwen4() -> Value {
