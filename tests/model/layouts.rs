@@ -19,29 +19,29 @@ const EMBEDDING: &str = "language_model.model.embed_tokens";
 const HEAD: &str = "language_model.lm_head";
 const INDEX: &str = "model.safetensors.index.json";
 
-type Change<'a> = dyn Fn(&mut Layout) + 'a;
+pub type Change<'a> = dyn Fn(&mut Layout) + 'a;
 
 /// A checkpoint that is changed before it is written.
 #[derive(Clone)]
-struct Layout {
-    config: Value,
-    tensors: Tensors,
+pub struct Layout {
+    pub config: Value,
+    pub tensors: Tensors,
     /// Names of the weight files. The tensors are distributed over them.
-    files: Vec<String>,
+    pub files: Vec<String>,
     /// The index file: the file of each tensor.
-    index: Option<BTreeMap<String, String>>,
+    pub index: Option<BTreeMap<String, String>>,
     /// Further files with their contents.
-    extras: Vec<(String, Vec<u8>)>,
+    pub extras: Vec<(String, Vec<u8>)>,
 }
 
 impl Layout {
-    fn of(name: &str) -> Self {
+    pub fn of(name: &str) -> Self {
         let (tensors, config) = micro(name);
         let files = vec!["model.safetensors".into()];
         Self { config, tensors, files, index: None, extras: Vec::new() }
     }
 
-    fn rename(&mut self, name: impl Fn(&str) -> String) {
+    pub fn rename(&mut self, name: impl Fn(&str) -> String) {
         let tensors = std::mem::take(&mut self.tensors);
         self.tensors = tensors.into_iter().map(|(old, tensor)| (name(&old), tensor)).collect();
     }
@@ -81,30 +81,30 @@ impl Layout {
         self.tensors.retain(|name, _| !name.starts_with(&format!("{path}.")));
     }
 
-    fn copy_matrix(&mut self, from: &str, to: &str) {
+    pub fn copy_matrix(&mut self, from: &str, to: &str) {
         for (part, tensor) in self.matrix(from) {
             self.tensors.insert(format!("{to}.{part}"), tensor);
         }
     }
 
-    fn add(&mut self, name: &str, dtype: Dtype, shape: &[usize]) {
+    pub fn add(&mut self, name: &str, dtype: Dtype, shape: &[usize]) {
         let bytes = shape.iter().product::<usize>() * dtype.bitsize() / 8;
         self.tensors.insert(name.into(), (dtype, shape.to_vec(), vec![0; bytes]));
     }
 
     /// Divides the tensors into `count` files of one series, and returns the file of each tensor.
-    fn divide(&mut self, stem: &str, count: usize) -> BTreeMap<String, String> {
+    pub fn divide(&mut self, stem: &str, count: usize) -> BTreeMap<String, String> {
         self.files = (1..=count).map(|number| format!("{stem}-{number:05}-of-{count:05}.safetensors")).collect();
         self.placed().into_iter().map(|(name, file)| (name.clone(), file.clone())).collect()
     }
 
     /// The file of each tensor.
-    fn placed(&self) -> Vec<(&String, &String)> {
+    pub fn placed(&self) -> Vec<(&String, &String)> {
         let per_file = self.tensors.len().div_ceil(self.files.len());
         self.tensors.keys().enumerate().map(|(at, name)| (name, &self.files[at / per_file])).collect()
     }
 
-    fn written(&self) -> tempfile::TempDir {
+    pub fn written(&self) -> tempfile::TempDir {
         let dir = tempfile::tempdir().unwrap();
         let placed = self.placed();
         for file in &self.files {
@@ -122,11 +122,11 @@ impl Layout {
         dir
     }
 
-    fn logits(&self) -> Vec<f32> {
+    pub fn logits(&self) -> Vec<f32> {
         logits(self.written().path())
     }
 
-    fn refusal(&self) -> String {
+    pub fn refusal(&self) -> String {
         load_error(self.written().path())
     }
 }
@@ -137,13 +137,13 @@ fn set_flag(table: &mut Value, flag: Option<bool>) {
     table.extend(flag.map(|flag| ("tie_word_embeddings".to_owned(), flag.into())));
 }
 
-fn logits(dir: &Path) -> Vec<f32> {
+pub fn logits(dir: &Path) -> Vec<f32> {
     let ids: Vec<u32> = (5..25).collect();
     prefill(&mut load(dir, CpuArithmetic::Integer), &ids, 100).0.data.to_vec()
 }
 
 /// Changes a checkpoint and expects the logits of the unchanged one.
-fn check_same(name: &str, cases: &[(&str, &Change<'_>)]) {
+pub fn check_same(name: &str, cases: &[(&str, &Change<'_>)]) {
     let known = Layout::of(name).logits();
     for (what, change) in cases {
         let mut layout = Layout::of(name);
@@ -441,7 +441,6 @@ fn foreign_layouts_are_refused_with_a_reason() {
         ("qzeros", Dtype::I32, "GPTQ and AWQ"),
         ("g_idx", Dtype::I32, "GPTQ and AWQ"),
         ("weight_packed", Dtype::I32, "packed compressed-tensors"),
-        ("input_scale", Dtype::F32, "ModelOpt"),
         ("weight_scale_2", Dtype::F32, "ModelOpt"),
         ("weight.absmax", Dtype::U8, "bitsandbytes"),
         ("weight.quant_state.bitsandbytes__nf4", Dtype::U8, "bitsandbytes"),

@@ -34,4 +34,5 @@ mod snapshots_on_disk;
 mod speculation;
 mod text_files;
 mod towers;
+mod uploads;
 mod vision;

@@ -1,6 +1,6 @@
 //! [`Index`]: offset, shape and type of each tensor of a checkpoint. Reads and validates only the safetensors headers.
 
-use super::weight_files::WeightFiles;
+use super::{names::canonical_name, weight_files::WeightFiles};
 use moestro_base::{
     error::StoreError,
     platform::{IS_LFS_POINTER, LFS_START, open_regular_file},
@@ -164,9 +164,16 @@ impl Index {
     /// The error for a tensor that no file has.
     pub fn missing_tensor(&self, name: &str) -> StoreError {
         let dir = self.dir.clone();
-        match &self.missing {
-            None => StoreError::Missing { name: name.into(), dir },
-            Some(missing) => {
+        let part = name.trim_start_matches("language_model.").trim_start_matches("model.");
+        let is_similar = |found: &&String| found.ends_with(&format!(".{part}")) && canonical_name(found).is_some();
+        let similar = self.tensors.keys().find(is_similar);
+        match (&self.missing, similar) {
+            (None, None) => StoreError::Missing { name: name.into(), dir },
+            (None, Some(found)) => {
+                let why = format!("tensor {name} is missing; the prefix of {found} is not known");
+                StoreError::NotACheckpoint { path: dir, why }
+            }
+            (Some(missing), _) => {
                 let why = format!("{missing}, and no other has {name}; `moestro pull ORG/NAME` downloads them");
                 StoreError::NotACheckpoint { path: dir, why }
             }
@@ -211,7 +218,8 @@ impl Index {
         }
         let len = u64::from_le_bytes(len);
         if len > MAX_HEADER_BYTES || len + 8 > size {
-            return Err(bad(format!("a safetensors header of {len} bytes in a file of {size}")));
+            let why = format!("it is not a safetensors file: its header would have {len} bytes, but it has {size}");
+            return Err(bad(why));
         }
         let mut header = vec![0; len as usize];
         file.read_exact(&mut header).map_err(io)?;

@@ -14,7 +14,7 @@ use serde_json::Value;
 use std::path::Path;
 
 /// Names of separate head files that converters write, most common first.
-const HEAD_FILES: [&str; 4] =
+pub const HEAD_FILES: [&str; 4] =
     ["mtp.safetensors", "mtp/weights.safetensors", "model-mtp.safetensors", "optiq/mtp.safetensors"];
 
 /// Finds the head of the checkpoint in `dir`: in the shards of `index`, or in a separate file. `None` if there is no

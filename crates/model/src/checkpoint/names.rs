@@ -2,7 +2,11 @@
 
 /// Prefixes that classes of transformers and mlx-vlm, adapters and wrappers of training frameworks put before a name, in
 /// any order and more than once: `base_model.model.model.language_model.layers.0...` is a tensor of layer 0.
-const WRAPPERS: [&str; 5] = ["model.", "language_model.", "base_model.", "module.", "_orig_mod."];
+const WRAPPERS: [&str; 4] = ["model.", "language_model.", "base_model.", "module."];
+
+/// Parts of a name for a wrapped module, such as a layer that was compiled or sharded: `layers.0._orig_mod.mlp...` is a
+/// tensor of layer 0.
+const WRAPPED_MODULES: [&str; 3] = ["_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"];
 
 /// The part of a model that has a tensor.
 #[derive(Clone, Copy, PartialEq)]
@@ -13,17 +17,20 @@ enum TensorOwner {
 }
 
 /// The part to which a tensor belongs, and the tensor's name in that part.
-fn split(name: &str) -> (TensorOwner, &str) {
-    let mut rest = name;
+fn split(name: &str) -> (TensorOwner, String) {
+    let parts = name.split('.').filter(|part| !WRAPPED_MODULES.contains(part));
+    let name = parts.collect::<Vec<_>>().join(".");
+    let mut rest = name.as_str();
     while let Some(inner) = WRAPPERS.iter().find_map(|wrapper| rest.strip_prefix(wrapper)) {
         rest = inner;
     }
     let prefixes = [(TensorOwner::Vision, VISION_TOWER), (TensorOwner::Vision, "visual."), (TensorOwner::Mtp, MTP)];
     let part = prefixes.iter().find_map(|(part, prefix)| Some((*part, rest.strip_prefix(prefix)?)));
-    part.unwrap_or((TensorOwner::Text, rest))
+    let (part, rest) = part.unwrap_or((TensorOwner::Text, rest));
+    (part, rest.to_owned())
 }
 
-fn name_in(part: TensorOwner, name: &str) -> Option<&str> {
+fn name_in(part: TensorOwner, name: &str) -> Option<String> {
     let (found, rest) = split(name);
     (found == part).then_some(rest)
 }

@@ -122,7 +122,7 @@ impl QuantizationTable {
     }
 }
 
-/// True for a table of compressed-tensors in which all weights are FP8 in the blocks of Hugging Face's FP8.
+/// True for a table of compressed-tensors or ModelOpt in which all weights are FP8 in the blocks of Hugging Face's FP8.
 fn has_only_fp8_blocks(json: &Value) -> bool {
     let is_fp8 = |group: &Value| {
         let weights = &group["weights"];
@@ -130,7 +130,8 @@ fn has_only_fp8_blocks(json: &Value) -> bool {
             && weights["num_bits"] == 8
             && weights["block_structure"] == json!([FP8_BLOCK, FP8_BLOCK])
     };
-    json["config_groups"].as_object().is_some_and(|groups| !groups.is_empty() && groups.values().all(is_fp8))
+    json["quant_algo"] == "FP8_PB_WO"
+        || json["config_groups"].as_object().is_some_and(|groups| !groups.is_empty() && groups.values().all(is_fp8))
 }
 
 /// The canonical path of a key of the table. `None` if the matrix does not belong to the text model.
@@ -168,9 +169,12 @@ pub fn infer_format(
     let (Some(words), Some(groups)) = (last(weight), last(scales)) else {
         return Err("it is empty".into());
     };
-    let packed = words.checked_mul(32).filter(|bits| weight.dtype == Dtype::U32 && bits.is_multiple_of(cols));
+    if weight.dtype != Dtype::U32 {
+        return Err(format!("codes of type {:?}", weight.dtype));
+    }
+    let packed = words.checked_mul(32).filter(|bits| bits.is_multiple_of(cols));
     let (Some(packed), true) = (packed, cols.is_multiple_of(groups)) else {
-        return Err(format!("{words} words of codes and {groups} scales per row do not fit {cols} columns"));
+        return Err(format!("{words} words of codes and {groups} scales per row"));
     };
     let bits = packed / cols;
     let group = cols / groups;

@@ -31,9 +31,16 @@ const SHIFTED_TWICE: f32 = 2.25;
 /// Number of bytes of two tensors that are compared at once.
 const COMPARED_BYTES: usize = 4 << 20;
 /// Endings of the names of tensors that are not needed: frequencies that follow from the configuration, and scales for
-/// caches of keys and values in FP8.
-const UNNEEDED: [&str; 5] =
-    ["rotary_emb.inv_freq", "rotary_emb.original_inv_freq", ".k_scale", ".v_scale", ".kv_scale"];
+/// caches of keys and values and for activations in FP8, which have more bits here.
+const UNNEEDED: [&str; 7] = [
+    "rotary_emb.inv_freq",
+    "rotary_emb.original_inv_freq",
+    ".k_scale",
+    ".v_scale",
+    ".kv_scale",
+    ".activation_scale",
+    ".input_scale",
+];
 /// Parts of a matrix in all formats. The first is the codes or values.
 const MATRIX_PARTS: [&str; 6] = ["weight", "scales", "biases", "global_scale", "weight_scale_inv", "weight_scale"];
 
@@ -288,7 +295,10 @@ impl Checkpoint {
                 let name = if self.has(&usual) || !self.has(&other) { usual } else { other };
                 let blocks = [lead, &[rows.div_ceil(FP8_BLOCK), cols.div_ceil(FP8_BLOCK)]].concat();
                 let scales = self.get(&name)?;
-                let Some(scale) = float(scales.dtype).filter(|_| scales.shape == blocks) else {
+                // ModelOpt writes `[rows, 1, columns, 1]`.
+                let [down, across] = [blocks[lead.len()], blocks[lead.len() + 1]];
+                let has_blocks = scales.shape == blocks || scales.shape == [lead, &[down, 1, across, 1]].concat();
+                let Some(scale) = float(scales.dtype).filter(|_| has_blocks) else {
                     let expected = format!("a scale for each block of {FP8_BLOCK} rows and columns, {blocks:?}");
                     return Err(self.mismatch(&name, scales, expected));
                 };
@@ -342,10 +352,20 @@ fn foreign_format(name: &str) -> Option<String> {
         ("JANGTQ", &["tq_packed", "tq_norms", "tq_bits"][..]),
         ("GPTQ and AWQ", &[".qweight", ".qzeros", ".g_idx"]),
         ("packed compressed-tensors", &[".weight_packed", ".weight_shape", ".weight_zero_point"]),
-        ("ModelOpt and static compressed-tensors", &[".input_scale", ".weight_scale_2"]),
+        ("ModelOpt's NVFP4", &[".weight_scale_2"]),
         ("bitsandbytes", &[".absmax", ".quant_map", ".nested_absmax", ".quant_state.bitsandbytes__nf4", ".SCB"]),
         ("HQQ", &[".W_q"]),
-        ("unmerged LoRA", &[".lora_A.weight", ".lora_B.weight", ".lora_a", ".lora_b", ".base_layer.weight"]),
+        (
+            "unmerged LoRA",
+            &[
+                ".lora_A.weight",
+                ".lora_B.weight",
+                ".lora_a",
+                ".lora_b",
+                ".base_layer.weight",
+                ".modules_to_save.default.weight",
+            ],
+        ),
     ];
     let part = |parts: &[&'static str]| parts.iter().copied().find(|part| name.ends_with(part));
     let (format, part) = formats.iter().find_map(|(format, parts)| Some((format, part(parts)?)))?;

@@ -16,6 +16,8 @@ pub const INDEX: &str = "model.safetensors.index.json";
 pub const MAX_INDEX_BYTES: u64 = 100 << 20;
 /// Name of the file of a checkpoint that is not divided into shards.
 const SINGLE: &str = "model.safetensors";
+/// Files with the vision tower beside the shards of the text model, as OptiQ writes them.
+pub const TOWER_FILES: [&str; 2] = ["optiq/optiq_vision.safetensors", "optiq_vision.safetensors"];
 
 /// Names of the weight files of a checkpoint.
 #[derive(Debug, Default, PartialEq)]
@@ -23,7 +25,7 @@ pub struct WeightFiles {
     pub chosen: BTreeSet<String>,
     /// Shards that the chosen files need and that do not exist.
     pub missing: BTreeSet<String>,
-    /// Other files with a usual name. They may hold tensors that the chosen files lack.
+    /// Other files with a usual name, and [`TOWER_FILES`]. They may hold tensors that the chosen files lack.
     pub others: BTreeSet<String>,
     /// True if the index names files that do not exist, but other files are complete.
     pub ignores_index: bool,
@@ -35,18 +37,25 @@ impl WeightFiles {
     /// # Errors
     /// There are no weight files, or those of several models. The index names a file outside of `dir`, or cannot be read.
     pub fn in_dir(dir: &Path) -> Result<Self, StoreError> {
-        let mut names = BTreeSet::new();
+        let mut all = BTreeSet::new();
         for entry in std::fs::read_dir(dir).map_err(StoreError::at(dir))? {
-            let name = entry.map_err(StoreError::at(dir))?.file_name().into_string();
-            // `exists` is false for a link to a file that was deleted.
-            names.extend(name.ok().filter(|name| is_plain(name) && dir.join(name).exists()));
+            all.extend(entry.map_err(StoreError::at(dir))?.file_name().into_string());
         }
+        // `exists` is false for a link to a file that was deleted.
+        let mut names: BTreeSet<String> =
+            all.iter().filter(|name| is_inside(name) && dir.join(name).exists()).cloned().collect();
+        let listed = listed_files(dir)?;
+        let in_folders = listed.iter().map(String::as_str).chain(TOWER_FILES);
+        names.extend(in_folders.filter(|name| dir.join(name).exists()).map(str::to_owned));
         let not_a_checkpoint = |why| StoreError::NotACheckpoint { path: dir.to_path_buf(), why };
-        let files = Self::choose(&names, &listed_files(dir)?).map_err(not_a_checkpoint)?;
+        let files = Self::choose(&names, &listed).map_err(not_a_checkpoint)?;
         if files.chosen.is_empty() {
             let why = match files.describe_missing() {
                 Some(why) => format!("{why}; `moestro pull ORG/NAME` downloads them"),
-                None => "it has no model*.safetensors".into(),
+                None => match all.iter().find(|name| is_inside(name) && !names.contains(*name)) {
+                    Some(link) => format!("{link} is a link to a missing file; download it again"),
+                    None => describe_others(&all),
+                },
             };
             return Err(not_a_checkpoint(why));
         }
@@ -61,7 +70,8 @@ impl WeightFiles {
     /// # Errors
     /// Several series are complete, and the index does not choose one of them. The error names two of them.
     pub fn choose(available: &BTreeSet<String>, listed: &BTreeSet<String>) -> Result<Self, String> {
-        let usual: BTreeSet<String> = available.iter().filter(|name| name.starts_with("model")).cloned().collect();
+        let is_usual = |name: &&String| name.starts_with("model") && !name.contains('/');
+        let usual: BTreeSet<String> = available.iter().filter(is_usual).cloned().collect();
         let mut numbers: BTreeMap<Series<'_>, BTreeSet<usize>> = BTreeMap::new();
         for (series, number) in usual.iter().filter_map(|name| Series::parse(name)).filter(|(s, _)| s.is_whole_model())
         {
@@ -96,7 +106,8 @@ impl WeightFiles {
                 missing = numbers.iter().flat_map(|(series, found)| series.absent(found)).collect();
             }
         }
-        let others = usual.difference(&chosen).cloned().collect();
+        let towers = available.iter().filter(|name| TOWER_FILES.contains(&name.as_str()));
+        let others = usual.iter().chain(towers).filter(|name| !chosen.contains(*name)).cloned().collect();
         let ignores_index = missing.is_empty() && !listed.is_subset(available);
         Ok(Self { chosen, missing, others, ignores_index })
     }
@@ -108,6 +119,22 @@ impl WeightFiles {
         let all = count + self.chosen.len();
         Some(format!("{count} of {all} weight files missing, such as {first}"))
     }
+}
+
+/// Says what a directory without a usable weight file has instead, and what to do.
+fn describe_others(names: &BTreeSet<String>) -> String {
+    let others = [
+        (&["adapter_model.safetensors", "adapters.safetensors"][..], "which is an adapter; merge it into its model"),
+        (&[".gguf"], "which Moestro does not read; pull an MLX version of the model, such as one of mlx-community"),
+        (&[".bin", ".pt", ".pth", ".ckpt", ".npz"], "which Moestro does not read; convert it to safetensors files"),
+        (&[".incomplete", ".part", ".partial", ".crdownload", ".download"], "an unfinished download; finish it"),
+        (&[ENDING], "but no index that names it; if it is the whole model, rename it to model.safetensors"),
+    ];
+    let other = others.iter().find_map(|(endings, what)| {
+        let name = names.iter().find(|name| endings.iter().any(|ending| name.ends_with(ending)))?;
+        Some(format!("; it has {name}, {what}"))
+    });
+    format!("it has no model*.safetensors{}", other.unwrap_or_default())
 }
 
 const ENDING: &str = ".safetensors";
@@ -154,9 +181,9 @@ impl<'a> Series<'a> {
     }
 }
 
-/// True if a name refers to a safetensors file directly in the checkpoint directory.
-fn is_plain(name: &str) -> bool {
-    name.ends_with(ENDING) && !name.contains(['/', '\0'])
+/// True if a name refers to a safetensors file in the checkpoint directory or in a folder of it.
+fn is_inside(name: &str) -> bool {
+    name.ends_with(ENDING) && !name.contains('\0') && name.split('/').all(|part| !["", ".", ".."].contains(&part))
 }
 
 /// The files that the index file in `dir` names. Empty without an index file. An index file that is not an index is
@@ -182,9 +209,9 @@ pub fn listed_files(dir: &Path) -> Result<BTreeSet<String>, StoreError> {
             return Ok(BTreeSet::new());
         }
     };
-    match names.iter().find(|name| !is_plain(name)) {
+    match names.iter().find(|name| !is_inside(name)) {
         Some(name) => {
-            let why = format!("its index names {name:?}, which is not a file of its directory");
+            let why = format!("its index names {name:?}, which is not a safetensors file in its directory");
             Err(StoreError::NotACheckpoint { path: dir.to_path_buf(), why })
         }
         None => Ok(names),

@@ -14,7 +14,7 @@ use moestro_compute::{
     experts::{ExpertStore, LayerExperts},
     ops::{
         Decay, DeltaShape, ExpertStack, IndexerShape, InjectWeights, MoeWeights, SharedExpert, StreamMix, StreamShape,
-        Weight,
+        Weight, WeightFormat,
     },
 };
 
@@ -394,8 +394,8 @@ fn mixture(
     Ok(MoeWeights { k, renormalise, router, shared: Some(SharedExpert { gate_up, down, result }), stacks })
 }
 
-/// Locates a layer's experts in any of three layouts: stacked (MLX), fused gate and up (Hugging Face), or one tensor
-/// per expert (Hugging Face, re-saved).
+/// Locates a layer's experts in any of four layouts: stacked (MLX), stacked with fused gate and up (MLX), the same as
+/// tensors without a suffix (Hugging Face), or one tensor per expert (Hugging Face, re-saved).
 pub fn find_experts(
     from: &Checkpoint,
     mlp: &str,
@@ -406,12 +406,14 @@ pub fn find_experts(
     let pieces_of = |layouts: [(&MatrixLayout, usize); 3]| {
         checkpoint::expert_pieces(layouts.map(|(layout, index)| checkpoint::matrix_pieces(layout, index)))
     };
+    let halves = |half: &MatrixLayout, down: &MatrixLayout| -> LayerExperts {
+        (0..experts).map(|e| pieces_of([(half, 2 * e), (half, 2 * e + 1), (down, e)])).collect()
+    };
     if from.find(&format!("{mlp}experts.gate_up_proj")).is_some() {
         let fused = from.dense(&format!("{mlp}experts.gate_up_proj"), &[experts, 2 * intermediate, hidden])?;
         let down = from.dense(&format!("{mlp}experts.down_proj"), &[experts, hidden, intermediate])?;
-        let half = MatrixLayout { rows: intermediate, ..fused.clone() };
-        let pieces = (0..experts).map(|e| pieces_of([(&half, 2 * e), (&half, 2 * e + 1), (&down, e)])).collect();
-        return Ok(([&half, &half, &down].map(|layout| stack(layout, vec![1.0; experts])), pieces));
+        let half = MatrixLayout { rows: intermediate, ..fused };
+        return Ok(([&half, &half, &down].map(|layout| stack(layout, vec![1.0; experts])), halves(&half, &down)));
     }
     let layouts = |prefix: &str, lead: &[usize]| -> Result<[MatrixLayout; 3], ModelError> {
         let layout = |name: &str, rows, cols| from.layout(&format!("{prefix}{name}_proj"), lead, rows, cols);
@@ -433,8 +435,21 @@ pub fn find_experts(
         return Ok((first.each_ref().map(|layout| stack(layout, vec![1.0; experts])), pieces));
     }
     let prefix = format!("{mlp}switch_mlp.");
-    let layouts = layouts(&prefix, &[experts])?;
     let scales = |name: &str| from.global_scales(&format!("{prefix}{name}_proj"), experts);
+    if from.has(&format!("{prefix}gate_up_proj.weight")) {
+        let layout = |name: &str, rows, cols| from.layout(&format!("{prefix}{name}_proj"), &[experts], rows, cols);
+        let fused = layout("gate_up", 2 * intermediate, hidden)?;
+        let down = layout("down", hidden, intermediate)?;
+        // A block of FP8 may lie in both halves.
+        if matches!(fused.codes, WeightFormat::Fp8(_)) {
+            return Err(ModelError::Config(format!("cannot split {prefix}gate_up_proj, which is FP8")));
+        }
+        let half = MatrixLayout { rows: intermediate, ..fused };
+        let of_half = scales("gate_up")?;
+        let stacks = [stack(&half, of_half.clone()), stack(&half, of_half), stack(&down, scales("down")?)];
+        return Ok((stacks, halves(&half, &down)));
+    }
+    let layouts = layouts(&prefix, &[experts])?;
     let [gate, up, down] = &layouts;
     let stacks = [stack(gate, scales("gate")?), stack(up, scales("up")?), stack(down, scales("down")?)];
     let pieces = (0..experts).map(|expert| pieces_of(layouts.each_ref().map(|layout| (layout, expert)))).collect();

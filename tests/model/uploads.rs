@@ -1,0 +1,201 @@
+//! Uploads whose files are in folders or have other names, and files that are not what their names say. A layout that
+//! loads gives the logits of the original. Any other layout is refused with the file and the remedy.
+
+use crate::{
+    common::{fixtures::FIXTURES, fp8_checkpoint, load, load_error, tensor_file::serialized},
+    layouts::{Layout, check_same, logits},
+    quantizations::read,
+};
+use moestro_compute::device::CpuArithmetic;
+use moestro_model::model::Model;
+use safetensors::Dtype;
+use serde_json::{Value, json};
+use std::{collections::BTreeMap, fs, path::Path};
+
+const INDEX: &str = "model.safetensors.index.json";
+const POINTER: &str = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n";
+
+/// The error of loading a small checkpoint whose directory was changed.
+fn refusal(change: impl FnOnce(&Path)) -> String {
+    let dir = Layout::of("affine4").written();
+    change(dir.path());
+    load_error(dir.path())
+}
+
+#[test]
+fn wrapped_modules_give_same_logits() {
+    for module in ["_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"] {
+        for part in ["layers.0.", "mlp.", "self_attn.q_proj.", "lm_head.", "language_model."] {
+            let what = format!("{part}{module}");
+            let rename = |layout: &mut Layout| layout.rename(|name| name.replace(part, &format!("{part}{module}.")));
+            check_same("affine4", &[(&what, &rename)]);
+        }
+    }
+}
+
+#[test]
+fn fused_stacks_give_same_logits() {
+    for name in ["affine4", "mixed", "mxfp4", "mxfp8", "nvfp4", "bf16"] {
+        let fuse = |layout: &mut Layout| {
+            let is_gate = |name: &&String| name.contains("switch_mlp.gate_proj.");
+            for gate in layout.tensors.keys().filter(is_gate).cloned().collect::<Vec<_>>() {
+                let (dtype, mut shape, first) = layout.tensors.remove(&gate).unwrap();
+                let (_, other, second) = layout.tensors.remove(&gate.replace("gate_proj", "up_proj")).unwrap();
+                assert_eq!(shape, other, "{name}: gate and up have the same format");
+                let expert = first.len() / shape[0];
+                let pairs = first.chunks(expert).zip(second.chunks(expert));
+                let data = pairs.flat_map(|(gate, up)| [gate, up].concat()).collect();
+                shape[1] *= 2;
+                layout.tensors.insert(gate.replace("gate_proj", "gate_up_proj"), (dtype, shape, data));
+            }
+        };
+        check_same(name, &[("gate and up in one tensor", &fuse)]);
+    }
+}
+
+#[test]
+fn scales_of_activations_are_ignored() {
+    let matrix = "language_model.model.layers.0.mlp.shared_expert.gate_proj";
+    for part in ["input_scale", "activation_scale"] {
+        check_same("affine4", &[(part, &|layout| layout.add(&format!("{matrix}.{part}"), Dtype::F32, &[1]))]);
+    }
+}
+
+#[test]
+fn blocks_of_modelopt_give_same_logits() {
+    let [fp8, _] = fp8_checkpoint::written();
+    let known = logits(fp8.path());
+    let path = fp8.path().join("model.safetensors");
+    let (mut tensors, _) = read(&fs::read(&path).unwrap());
+    for name in tensors.keys().filter(|name| name.ends_with("_scale_inv")).cloned().collect::<Vec<_>>() {
+        let (dtype, shape, data) = tensors.remove(&name).unwrap();
+        let blocks = vec![shape[0], 1, shape[1], 1];
+        tensors.insert(name.replace("_scale_inv", "_scale"), (dtype, blocks, data));
+    }
+    fs::write(&path, serialized(tensors.iter())).unwrap();
+    let mut config: Value = serde_json::from_slice(&fs::read(fp8.path().join("config.json")).unwrap()).unwrap();
+    config["quantization_config"] = json!({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"});
+    fs::write(fp8.path().join("config.json"), config.to_string()).unwrap();
+    assert!(logits(fp8.path()) == known);
+}
+
+#[test]
+fn shards_in_a_folder_give_same_logits() {
+    let mut layout = Layout::of("affine4");
+    let known = layout.logits();
+    let index = layout.divide("model", 2);
+    layout.index = Some(index.into_iter().map(|(name, file)| (name, format!("weights/{file}"))).collect());
+    let dir = layout.written();
+    fs::create_dir(dir.path().join("weights")).unwrap();
+    for file in &layout.files {
+        fs::rename(dir.path().join(file), dir.path().join("weights").join(file)).unwrap();
+    }
+    assert!(logits(dir.path()) == known);
+    fs::remove_file(dir.path().join("weights").join(&layout.files[1])).unwrap();
+    assert!(load_error(dir.path()).contains("missing, such as weights/model-00002-of-00002.safetensors"));
+}
+
+/// OptiQ writes the tower to a file of its own. Its index may name the file.
+#[test]
+fn tower_in_its_own_file_reads_images() {
+    let fixture = format!("{FIXTURES}/vision");
+    let rows = |dir: &Path| {
+        let model = load(dir, CpuArithmetic::Integer);
+        let image = fs::read(format!("{fixture}/images/gradient.png")).unwrap();
+        let image = model.info().images.map(|images| images.prepare(&image, None).unwrap());
+        image.map(|image| model.encode_image(&image).unwrap())
+    };
+    let known = rows(Path::new(&format!("{fixture}/mlx_4bit"))).unwrap();
+    let (all, _) = read(&fs::read(format!("{fixture}/mlx_4bit/model.safetensors")).unwrap());
+    let (tower, text): (BTreeMap<_, _>, _) = all.into_iter().partition(|(name, _)| name.starts_with("vision_tower."));
+    for (file, is_listed, is_used) in [
+        ("optiq/optiq_vision.safetensors", false, true),
+        ("optiq/optiq_vision.safetensors", true, true),
+        ("optiq_vision.safetensors", false, true),
+        ("vision/tower.safetensors", true, true),
+        ("vision/tower.safetensors", false, false),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        for name in ["config.json", "preprocessor_config.json"] {
+            fs::copy(format!("{fixture}/mlx_4bit/{name}"), dir.path().join(name)).unwrap();
+        }
+        let path = dir.path().join(file);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(&path, serialized(&tower)).unwrap();
+        fs::write(dir.path().join("model.safetensors"), serialized(&text)).unwrap();
+        let names = text.keys().map(|name| (name.clone(), "model.safetensors"));
+        let listed = tower.keys().filter(|_| is_listed).map(|name| (name.clone(), file));
+        let map: BTreeMap<_, _> = names.chain(listed).collect();
+        fs::write(dir.path().join(INDEX), json!({"weight_map": map}).to_string()).unwrap();
+        let found = rows(dir.path());
+        assert_eq!(found.as_ref(), is_used.then_some(&known), "{file}, listed: {is_listed}");
+        // Earlier versions did not download the file.
+        fs::write(&path, POINTER).unwrap();
+        if !is_listed {
+            assert!(rows(dir.path()).is_none(), "{file}");
+        }
+        fs::remove_file(&path).unwrap();
+        assert!(rows(dir.path()).is_none(), "{file}");
+    }
+}
+
+#[test]
+fn unknown_names_of_tensors_are_named() {
+    for prefix in ["thinker.model.", "text_model.", "transformer."] {
+        let mut layout = Layout::of("affine4");
+        layout.rename(|name| name.replace("language_model.model.", prefix));
+        let reason = format!("the prefix of {prefix}embed_tokens.weight is not known");
+        assert!(layout.refusal().contains(&reason), "{}", layout.refusal());
+    }
+    // The layer of an MTP head does not show the prefix of the model's layers.
+    let mut layout = Layout::of("affine4");
+    layout.rename(|name| name.replace("language_model.model.layers.0.input_layernorm", "mtp.layers.0.input_layernorm"));
+    let error = layout.refusal();
+    assert!(error.contains("layers.0.input_layernorm.weight is missing (looked for it in"), "{error}");
+    let mut layout = Layout::of("affine4");
+    layout.rename(|name| name.replace("lm_head.", "lm_head.modules_to_save.default."));
+    assert!(layout.refusal().contains("unmerged LoRA"), "{}", layout.refusal());
+}
+
+#[test]
+fn directory_without_weights_names_other_files() {
+    for (file, remedy) in [
+        ("adapter_model.safetensors", "which is an adapter; merge it into its model"),
+        ("model-Q4_K_M.gguf", "pull an MLX version of the model"),
+        ("pytorch_model.bin", "convert it to safetensors files"),
+        ("weights.npz", "convert it to safetensors files"),
+        ("model.safetensors.crdownload", "an unfinished download; finish it"),
+        ("pytorch_model.safetensors", "if it is the whole model, rename it to model.safetensors"),
+        ("consolidated.safetensors", "if it is the whole model, rename it to model.safetensors"),
+        ("Model.safetensors", "if it is the whole model, rename it to model.safetensors"),
+    ] {
+        let error = refusal(|dir| fs::rename(dir.join("model.safetensors"), dir.join(file)).unwrap());
+        assert!(error.contains(&format!("it has no model*.safetensors; it has {file}, ")), "{error}");
+        assert!(error.contains(remedy), "{error}");
+    }
+    let error = refusal(|dir| {
+        fs::remove_file(dir.join("model.safetensors")).unwrap();
+        std::os::unix::fs::symlink("../blobs/0", dir.join("model.safetensors")).unwrap();
+    });
+    assert!(error.contains("model.safetensors is a link to a missing file; download it again"), "{error}");
+    let error = refusal(|dir| fs::remove_file(dir.join("model.safetensors")).unwrap());
+    assert!(error.ends_with("it has no model*.safetensors"), "{error}");
+}
+
+#[test]
+fn other_contents_of_files_are_refused() {
+    let page = "<!DOCTYPE html><html><body>Not Found</body></html>";
+    for (file, text, reason) in [
+        ("model.safetensors", page, "it is not a safetensors file"),
+        ("model.safetensors", "PK\u{3}\u{4} a zip archive, as PyTorch writes", "it is not a safetensors file"),
+        ("model.safetensors", POINTER, "it is a Git LFS pointer"),
+        ("model.safetensors", "", "too short for a safetensors file"),
+        ("config.json", page, "it is a web page, not the file; download it again"),
+        ("config.json", POINTER, "it is a Git LFS pointer"),
+        ("config.json", "\n", "it is empty; download it again"),
+        ("config.json", "{\"model_type\": ", "it is not valid JSON: EOF"),
+    ] {
+        let error = refusal(|dir| fs::write(dir.join(file), text).unwrap());
+        assert!(error.contains(file) && error.contains(reason), "{error}");
+    }
+}
