@@ -118,8 +118,9 @@ impl TestHub {
             let _ = write!(stream, "HTTP/1.1 {status} No\r\nContent-Length: 0\r\nConnection: close\r\n\r\n");
             return;
         }
-        if path.starts_with("/api/models/org/name/revision/main") {
-            assert!(path.ends_with("?blobs=true"));
+        if let Some(revision) = path.strip_prefix("/api/models/org/name/revision/") {
+            // As on the hub, a slash is not a part of a revision.
+            assert!(path.ends_with("?blobs=true") && !revision.contains('/'));
             let siblings = state.files.iter().map(|(name, bytes)| {
                 let lfs = name
                     .ends_with(".safetensors")

@@ -61,6 +61,8 @@ pub struct Hub {
     endpoint: String,
     token: Option<String>,
     cache: PathBuf,
+    /// True if downloads are forbidden.
+    is_offline: bool,
     /// Delay before the second attempt of a request. The delay doubles with each further attempt.
     retry_delay: Duration,
     piece_bytes: u64,
@@ -72,7 +74,7 @@ impl Hub {
     pub fn from_env() -> Result<Self, StoreError> {
         let no_home = || StoreError::Other("no directory for downloads: neither HF_HOME nor HOME is set".into());
         let paths = HubPaths::from_env().ok_or_else(no_home)?;
-        let set = |name| env::var(name).ok().filter(|value: &String| !value.is_empty());
+        let set = |name| env::var(name).ok().map(|value| value.trim().to_owned()).filter(|value| !value.is_empty());
         let token = set("HF_TOKEN").or_else(|| set("HUGGING_FACE_HUB_TOKEN")).or_else(|| paths.token());
         let cache = paths.cache;
         let endpoint = set("HF_ENDPOINT").unwrap_or_else(|| ENDPOINT.into());
@@ -80,6 +82,7 @@ impl Hub {
             endpoint,
             token,
             cache,
+            is_offline: set("HF_HUB_OFFLINE").is_some_and(|value| is_true(&value)),
             retry_delay: Duration::from_secs(1),
             piece_bytes: PIECE_BYTES,
             interrupt: DownloadInterrupt::default(),
@@ -138,6 +141,10 @@ impl Hub {
         if !cache::is_revision(revision) {
             return Err(StoreError::Other(format!("{id}: {revision:?} is not a branch, tag or commit")));
         }
+        check_variables(&self.endpoint, self.token.as_deref()).map_err(StoreError::Other)?;
+        if self.is_offline {
+            return Err(StoreError::Unreachable(format!("{id}: HF_HUB_OFFLINE forbids downloads; unset it")));
+        }
         let client = HubClient::new(&self.endpoint, self.token.clone());
         let listing = self.list(&client, id, revision)?;
         tracing::info!(model = id, licence = listing.licence().unwrap_or("not named"), "downloading a model");
@@ -164,7 +171,11 @@ impl Hub {
         {
             download_files(&download, &[(index, size)], (0, 0), on_progress, &self.interrupt)?;
         }
-        let shards = listing.shards(&download.snapshot)?.into_iter().map(with_size);
+        let shards = listing.shards(&download.snapshot).map_err(|error| match error {
+            StoreError::Other(why) => StoreError::Other(format!("{id}: {why}")),
+            error => error,
+        })?;
+        let shards = shards.into_iter().map(with_size);
         let files = small.into_iter().map(Ok).chain(shards).collect::<Result<Vec<_>, StoreError>>()?;
         let sum = |files: &[(&RepoFile, u64)]| files.iter().try_fold(0u64, |sum, (_, size)| sum.checked_add(*size));
         let overflow = || StoreError::Other(format!("{id}: the sizes in the hub's listing overflow"));
@@ -201,7 +212,8 @@ impl Hub {
     }
 
     fn list(&self, client: &HubClient, id: &str, revision: &str) -> Result<RepoListing, StoreError> {
-        let path = format!("api/models/{id}/revision/{revision}?blobs=true");
+        // A slash of the revision is not a separator of the address.
+        let path = format!("api/models/{id}/revision/{}?blobs=true", revision.replace('/', "%2F"));
         let mut delay = self.retry_delay;
         let mut attempt = 1;
         let listing: RepoListing = loop {
@@ -220,6 +232,27 @@ impl Hub {
         listing.check().map_err(|why| StoreError::Other(format!("{id}: the hub's listing is invalid: {why}")))?;
         Ok(listing)
     }
+}
+
+/// Checks the address of a hub and the token for it, which come from the environment.
+fn check_variables(endpoint: &str, token: Option<&str>) -> Result<(), String> {
+    let rest = ["https://", "http://"].iter().find_map(|scheme| endpoint.strip_prefix(scheme));
+    if !rest.is_some_and(|rest| !rest.is_empty() && rest.chars().all(|c| c.is_ascii_graphic() && c != '?' && c != '#'))
+    {
+        return Err(format!("HF_ENDPOINT is {endpoint:?}, not an address such as {ENDPOINT}"));
+    }
+    match token {
+        Some(token) if !token.chars().all(|c| c.is_ascii_graphic()) => {
+            Err("the token, of HF_TOKEN or saved by `hf auth login`, has a space or a character that is not ASCII"
+                .into())
+        }
+        _ => Ok(()),
+    }
+}
+
+/// True for the words that huggingface_hub takes for a switch.
+fn is_true(value: &str) -> bool {
+    ["1", "on", "yes", "true"].iter().any(|word| value.eq_ignore_ascii_case(word))
 }
 
 #[cfg(all(test, feature = "hub"))]

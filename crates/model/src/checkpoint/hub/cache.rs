@@ -162,10 +162,10 @@ impl HubCache {
     }
 }
 
-/// True if a branch, tag or commit can be a part of a path and of a URL.
+/// True if a branch, tag or commit can be a part of a path and of a URL. It may have slashes, as `refs/pr/1` has.
 pub fn is_revision(text: &str) -> bool {
     let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
-    !text.is_empty() && !text.starts_with('.') && text.bytes().all(is_plain)
+    text.split('/').all(|part| !part.is_empty() && !part.starts_with('.') && part.bytes().all(is_plain))
 }
 
 /// True for a git or SHA-256 hash. Only hashes are used as names of files and directories in the cache.

@@ -90,10 +90,10 @@ impl HubClient {
         if text.len() as u64 > MAX_LISTING_BYTES {
             return Err(RequestError::Invalid(format!("a response of more than {MAX_LISTING_BYTES} bytes")));
         }
-        serde_json::from_slice(&text).map_err(|error| {
+        serde_json::from_slice(&text).map_err(|_| {
             RequestError::Invalid(match text.trim_ascii_start().first() {
                 Some(b'<') => "a web page instead of a listing, perhaps the login page of this network".into(),
-                _ => format!("a response that is not a listing: {error}"),
+                _ => "a response that is not a listing of files".into(),
             })
         })
     }

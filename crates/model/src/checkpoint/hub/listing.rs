@@ -1,7 +1,10 @@
 //! [`RepoListing`]: the files of a repository on the hub. Selects the files that a model needs. Listings are untrusted.
 
 use super::cache::is_hash;
-use crate::checkpoint::weight_files::{INDEX, MAX_INDEX_BYTES, WeightFiles, listed_files};
+use crate::checkpoint::{
+    mtp::HEAD_FILES,
+    weight_files::{INDEX, MAX_INDEX_BYTES, TOWER_FILES, WeightFiles, listed_files},
+};
 use moestro_base::error::StoreError;
 use serde::Deserialize;
 use std::{collections::BTreeSet, path::Path};
@@ -12,7 +15,7 @@ const MAX_SMALL_BYTES: u64 = 256 << 20;
 const MAX_SHARDS: usize = 1000;
 
 /// The files that a model needs besides its weights.
-const SMALL_FILES: [&str; 9] = [
+const SMALL_FILES: [&str; 11] = [
     INDEX,
     "config.json",
     "generation_config.json",
@@ -21,6 +24,9 @@ const SMALL_FILES: [&str; 9] = [
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
+    // The size limits of images.
+    "preprocessor_config.json",
+    "processor_config.json",
     // The model card, which contains the licence.
     "README.md",
 ];
@@ -111,16 +117,20 @@ impl RepoListing {
         names.into_iter().filter_map(|name| self.find(name)).collect()
     }
 
-    /// The weight files. The index, if there is one, is in `dir`. Also includes the files of an MTP head and of an
-    /// n-gram table.
+    /// The weight files. The index, if there is one, is in `dir`. Also includes the files of an MTP head, of an n-gram
+    /// table and of a vision tower.
     pub fn shards(&self, dir: &Path) -> Result<Vec<&RepoFile>, StoreError> {
         let files = self.weight_files(dir)?;
         let mut names = files.chosen;
         if self.find(INDEX).is_none() {
             names.extend(files.others);
         }
+        let is_part = |name: &&String| {
+            HEAD_FILES.iter().chain(&TOWER_FILES).any(|part| part == name)
+                || !name.contains('/') && (name.contains("mtp") || name.contains("ngram"))
+        };
         let all = self.siblings.iter().map(|file| &file.name).filter(|name| is_weights(name));
-        names.extend(all.filter(|name| name.contains("mtp") || name.contains("ngram")).cloned());
+        names.extend(all.filter(is_part).cloned());
         if names.is_empty() {
             let why = if self.siblings.iter().any(|file| file.name.ends_with(".gguf")) {
                 "the repository has GGUF files, which Moestro does not read; pull an MLX version of the model, such \
@@ -153,15 +163,15 @@ impl RepoListing {
     }
 }
 
-/// True for a safetensors file in the root of the repository whose name needs no escaping in URLs and paths.
+/// True for a safetensors file whose name and folders need no escaping in URLs and paths.
 fn is_weights(name: &str) -> bool {
-    name.ends_with(".safetensors") && is_plain(name)
+    name.ends_with(".safetensors") && name.split('/').all(is_plain)
 }
 
 /// True if a file's name needs no escaping in URLs and paths.
 fn is_plain(name: &str) -> bool {
     let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
-    !name.starts_with('.') && name.bytes().all(is_plain)
+    !name.is_empty() && !name.starts_with('.') && name.bytes().all(is_plain)
 }
 
 #[cfg(test)]
@@ -199,11 +209,12 @@ mod tests {
         ] {
             assert!(check(&bad).is_err(), "{bad}");
         }
-        for name in
-            ["a/b.safetensors", "..safetensors", "a?b.safetensors", "a#.safetensors", "%2e.safetensors", "a.bin"]
-        {
-            assert!(!is_weights(name), "{name}");
+        let names =
+            "/a a/../b a//b .a/b a/. a/.b . a?b a#b a\\b %2e".split(' ').map(|name| format!("{name}.safetensors"));
+        for name in names.chain(["a.bin".to_owned(), "a.safetensors/b".to_owned()]) {
+            assert!(!is_weights(&name), "{name}");
         }
+        assert!(is_weights("optiq/a-1.b_2.safetensors"));
     }
 
     #[test]
@@ -223,10 +234,19 @@ mod tests {
             original/consolidated.safetensors consolidated.safetensors model-00001-of-00002.safetensors \
             model-00002-of-00002.safetensors model-extra.safetensors model-mtp.safetensors ngram-table.safetensors \
             ../evil.safetensors additional_chat_templates/tool_use.jinja \
-            additional_chat_templates/../../evil.jinja additional_chat_templates/.jinja/evil.jinja";
+            additional_chat_templates/../../evil.jinja additional_chat_templates/.jinja/evil.jinja \
+            preprocessor_config.json processor_config.json video_preprocessor_config.json other/mtp.safetensors \
+            optiq/mtp.safetensors optiq/optiq_vision.safetensors optiq/other.safetensors";
         let all: Vec<_> = all.split(' ').collect();
         let hub = listing(&all);
-        let small = ["README.md", "additional_chat_templates/tool_use.jinja", "config.json", "tokenizer.json"];
+        let small = [
+            "README.md",
+            "additional_chat_templates/tool_use.jinja",
+            "config.json",
+            "preprocessor_config.json",
+            "processor_config.json",
+            "tokenizer.json",
+        ];
         assert_eq!(names(hub.small_files()), small);
         let shards = [
             "model-00001-of-00002.safetensors",
@@ -234,6 +254,8 @@ mod tests {
             "model-extra.safetensors",
             "model-mtp.safetensors",
             "ngram-table.safetensors",
+            "optiq/mtp.safetensors",
+            "optiq/optiq_vision.safetensors",
         ];
         assert_eq!(names(hub.shards(dir.path()).unwrap()), shards);
 
@@ -242,7 +264,7 @@ mod tests {
             r#"{"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00001-of-00002.safetensors"}}"#;
         fs::write(dir.path().join(INDEX), index).unwrap();
         // The index names one shard of its series, and not the extra file.
-        let needed = [shards[0], shards[1], shards[3], shards[4]];
+        let needed = [&shards[..2], &shards[3..]].concat();
         assert_eq!(names(hub.shards(dir.path()).unwrap()), needed);
 
         // The repository has other shards than its index says, or the index is damaged.

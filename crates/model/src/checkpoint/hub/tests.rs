@@ -30,7 +30,7 @@ fn mutated_listings_name_nothing_outside_cache() {
         valid += 1;
         assert!(cache::is_hash(&listing.sha));
         for file in listing.small_files().into_iter().chain(listing.shards(dir.path()).unwrap_or_default()) {
-            assert!(!file.name.contains('/') && !file.name.starts_with('.'), "{}", file.name);
+            assert!(file.name.split('/').all(|part| !part.is_empty() && !part.starts_with('.')), "{}", file.name);
             assert!(file.hash().is_none_or(cache::is_hash));
         }
     }
@@ -42,6 +42,7 @@ fn hub_of(hub: &TestHub, home: &Path) -> Hub {
         endpoint: hub.endpoint.clone(),
         token: Some("key".into()),
         cache: home.join("hub"),
+        is_offline: false,
         retry_delay: Duration::from_millis(5),
         piece_bytes: PIECE_BYTES,
         interrupt: DownloadInterrupt::default(),
@@ -237,6 +238,71 @@ fn further_templates_are_pulled() {
     let home = tempfile::tempdir().unwrap();
     let dir = pull(&hub_of(&hub, home.path()));
     assert_eq!(fs::read(dir.join(name)).unwrap(), b"tools");
+}
+
+#[test]
+fn files_in_folders_are_pulled() {
+    let index = r#"{"weight_map": {"a": "model-1.safetensors", "b": "weights/model-2.safetensors"}}"#;
+    let files = [
+        ("config.json", b"{}".to_vec()),
+        ("processor_config.json", b"{}".to_vec()),
+        (INDEX, index.into()),
+        ("model-1.safetensors", noise(1, 300)),
+        ("weights/model-2.safetensors", noise(2, 300)),
+        ("weights/model-3.safetensors", noise(3, 300)),
+        ("optiq/mtp.safetensors", noise(4, 300)),
+        ("optiq/optiq_vision.safetensors", noise(5, 300)),
+    ];
+    let (hub, home) = (TestHub::new(&files), tempfile::tempdir().unwrap());
+    let client = hub_of(&hub, home.path());
+    let dir = client.pull("org/name", "main", &|_| ()).unwrap();
+    for (name, bytes) in &files {
+        let found = fs::read(dir.join(name)).ok();
+        assert_eq!(found.as_ref(), (*name != "weights/model-3.safetensors").then_some(bytes), "{name}");
+    }
+    assert_eq!(client.local("org/name").as_deref(), Some(&*dir));
+    assert!(client.unused().is_empty());
+}
+
+#[test]
+fn wrong_variables_get_a_sentence() {
+    for endpoint in [ENDPOINT, "http://127.0.0.1:80/hf/", "http://[::1]:80", "https://user:key@mirror.example"] {
+        assert_eq!(check_variables(endpoint, Some("hf_key")), Ok(()));
+    }
+    for endpoint in ["hf-mirror.com", "127.0.0.1:80", "https://", "ftp://a", "http://a b", "http://a/?b=c"] {
+        assert!(check_variables(endpoint, None).unwrap_err().starts_with("HF_ENDPOINT is "), "{endpoint}");
+    }
+    for token in ["a b", "a\nb", "ä"] {
+        assert!(check_variables(ENDPOINT, Some(token)).unwrap_err().starts_with("the token, of HF_TOKEN"));
+    }
+    assert!(["1", "ON", "yes", "True"].iter().all(|word| is_true(word)));
+    assert!(["0", "off", "no", "false", "2"].iter().all(|word| !is_true(word)));
+}
+
+#[test]
+fn no_request_is_sent_offline() {
+    let (hub, _home, client) = hub_and_client();
+    let offline = Hub { is_offline: true, ..client };
+    let error = offline.pull("org/name", "main", &|_| ()).unwrap_err();
+    assert!(matches!(&error, StoreError::Unreachable(why) if why.contains("HF_HUB_OFFLINE")), "{error}");
+    assert_eq!(hub.state.lock().unwrap().requests, 0);
+}
+
+#[test]
+fn revision_may_have_slashes() {
+    let (hub, home, client) = hub_and_client();
+    for revision in ["refs/pr/1", "feature/x"] {
+        let dir = client.pull("org/name", revision, &|_| ()).unwrap();
+        assert!(is_pulled(&dir));
+        let reference = home.path().join("hub/models--org--name/refs").join(revision);
+        assert_eq!(fs::read_to_string(reference).unwrap(), COMMIT);
+    }
+    assert!(client.local("org/name").is_none(), "the main branch was not pulled");
+    let requests = hub.state.lock().unwrap().requests;
+    for revision in ["", "/", "a/", "/a", "a//b", "a/../b", "..", "a/.b", "a b", "a?b", "a%2Fb"] {
+        assert!(client.pull("org/name", revision, &|_| ()).unwrap_err().to_string().contains("is not a branch"));
+    }
+    assert_eq!(hub.state.lock().unwrap().requests, requests);
 }
 
 #[test]
