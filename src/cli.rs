@@ -7,7 +7,10 @@ pub mod model_args;
 pub mod tool_args;
 pub mod values;
 
-use clap::{Args, Parser, Subcommand, builder::BoolishValueParser};
+use clap::{
+    Args, Parser, Subcommand,
+    builder::{BoolishValueParser, NonEmptyStringValueParser},
+};
 use model_args::{
     DraftArgs, LoadArgs, ModelArgs, ModelsDirArgs, ParallelArgs, PromptCacheArgs, RemoteArgs, SamplingArgs,
 };
@@ -104,7 +107,7 @@ pub struct ServeArgs {
     #[command(flatten)]
     pub model: ModelArgs,
     /// Address or host name to listen on; 0.0.0.0 means all addresses
-    #[arg(long, env = "MOESTRO_HOST", default_value = "127.0.0.1", help_heading = "Server")]
+    #[arg(long, env = "MOESTRO_HOST", default_value = "127.0.0.1", value_parser = values::host, help_heading = "Server")]
     pub host: String,
     /// Port to listen on; 0 means a free port
     #[arg(long, env = "MOESTRO_PORT", default_value_t = 5413, value_parser = values::port, help_heading = "Server")]
@@ -133,8 +136,8 @@ pub struct ServeArgs {
     /// client that has most of them gets status 429
     #[arg(long, env = "MOESTRO_MAX_QUEUE", value_name = "N", default_value_t = 512, value_parser = values::range::<0, 65_536>, hide_short_help = true, help_heading = "Server")]
     pub max_queue: usize,
-    /// Time limit of a request in seconds, including its wait [default: no limit]
-    #[arg(long, env = "MOESTRO_REQUEST_TIMEOUT", value_name = "SECS", value_parser = values::seconds, hide_short_help = true, help_heading = "Server")]
+    /// Time limit of a request (90s, 5m), including its wait [default: no limit]
+    #[arg(long, env = "MOESTRO_REQUEST_TIMEOUT", value_name = "DURATION", value_parser = values::time_limit, hide_short_help = true, help_heading = "Server")]
     pub request_timeout: Option<std::time::Duration>,
     /// Maximum number of tokens of a prompt; longer ones get status 400 `context_length_exceeded`, so that agents
     /// shorten them [default: the context]
@@ -169,7 +172,7 @@ pub struct ServeArgs {
     #[command(flatten)]
     pub cache: PromptCacheArgs,
     /// Directory of the prompt cache on disk, or off [default: in the user's cache directory]
-    #[arg(long, env = "MOESTRO_PROMPT_CACHE_DIR", value_name = "DIR", help_heading = "Memory", hide_short_help = true)]
+    #[arg(long, env = "MOESTRO_PROMPT_CACHE_DIR", value_name = "DIR", value_parser = NonEmptyStringValueParser::new(), help_heading = "Memory", hide_short_help = true)]
     pub prompt_cache_dir: Option<String>,
     /// Size limit of the prompt cache on disk
     #[arg(long, env = "MOESTRO_PROMPT_CACHE_DISK", value_name = "SIZE", default_value = "16GiB", value_parser = values::size, help_heading = "Memory", hide_short_help = true)]
@@ -249,9 +252,9 @@ pub struct LaunchArgs {
 pub struct PullArgs {
     /// Hub id (org/name), or the address of its page
     pub id: String,
-    /// Branch, tag or commit
-    #[arg(long, value_name = "REV", default_value = "main")]
-    pub revision: String,
+    /// Branch, tag or commit [default: that of the page, else main]
+    #[arg(long, value_name = "REV")]
+    pub revision: Option<String>,
     /// Print progress and the directory as lines of JSON
     #[arg(long)]
     pub json: bool,
@@ -339,12 +342,12 @@ pub struct InstallArgs {
     /// Socket activation: the system opens the port and starts the server at the first connection
     #[arg(long, env = "MOESTRO_ON_DEMAND", value_parser = BoolishValueParser::new())]
     pub on_demand: bool,
-    /// With --on-demand: address to listen on
-    #[arg(long, env = "MOESTRO_HOST", default_value = "127.0.0.1")]
-    pub host: String,
-    /// With --on-demand: port to listen on
-    #[arg(long, env = "MOESTRO_PORT", default_value_t = 5413, value_parser = values::port)]
-    pub port: u16,
+    /// Address to listen on [default: 127.0.0.1]
+    #[arg(long, env = "MOESTRO_HOST", value_parser = values::host)]
+    pub host: Option<String>,
+    /// Port to listen on [default: 5413]
+    #[arg(long, env = "MOESTRO_PORT", value_parser = values::port)]
+    pub port: Option<u16>,
     /// Show what would be written and run, without doing it
     #[arg(long)]
     pub dry_run: bool,

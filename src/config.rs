@@ -3,6 +3,7 @@
 pub mod config_file;
 pub mod foreign_flags;
 pub mod generation_config;
+mod toml_lines;
 pub mod variables;
 
 pub use crate::cli::values::{Device, DraftModel, PackMode};
@@ -24,6 +25,9 @@ use std::{
     time::Duration,
 };
 
+/// The branch of a hub model that is used by default.
+pub const MAIN_BRANCH: &str = "main";
+
 /// The model to load.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ModelSource {
@@ -39,19 +43,31 @@ impl ModelSource {
     pub fn new(name: Option<&str>) -> Self {
         let Some(name) = name else { return ModelSource::Demo };
         let path = expand(name);
-        let id = hub_id(name);
-        if !path.exists() && is_hub_id(id) { ModelSource::Hub(id.into()) } else { ModelSource::Directory(path) }
+        let (id, revision) = hub_address(name);
+        if !path.exists() && is_hub_id(id) && revision.is_none() {
+            ModelSource::Hub(id.into())
+        } else {
+            ModelSource::Directory(path)
+        }
     }
 }
 
-/// The hub id in the address of a model's page. Any other text is returned unchanged.
-pub fn hub_id(text: &str) -> &str {
+/// What comes before the revision in the address of a page or a file of a model.
+const PAGES: [&str; 6] = ["tree", "blob", "commit", "commits", "resolve", "raw"];
+
+/// The hub id in the address of a model's page, and the page's revision unless it is the main branch. Any other text is
+/// returned unchanged.
+pub fn hub_address(text: &str) -> (&str, Option<String>) {
     let rest = text.strip_prefix("https://").or_else(|| text.strip_prefix("http://")).unwrap_or(text);
     let Some(path) = ["huggingface.co/", "hf.co/"].iter().find_map(|host| rest.strip_prefix(host)) else {
-        return text;
+        return (text, None);
     };
-    let end = path.match_indices(['/', '?', '#']).map(|(at, _)| at).nth(1);
-    path[..end.unwrap_or(path.len())].trim_end_matches('/')
+    let path = path.split(['?', '#']).next().unwrap_or_default();
+    let end = path.match_indices('/').map(|(at, _)| at).nth(1).unwrap_or(path.len());
+    let mut page = path[end..].split('/').skip(1);
+    let revision = page.next().filter(|kind| PAGES.contains(kind)).and_then(|_| page.next());
+    let revision = revision.filter(|revision| !["", MAIN_BRANCH].contains(revision));
+    (path[..end].trim_end_matches('/'), revision.map(|revision| revision.replace("%2F", "/").replace("%2f", "/")))
 }
 
 /// Expands `~` and variables in a path.
@@ -62,10 +78,17 @@ pub fn expand(path: impl AsRef<OsStr>) -> PathBuf {
 /// Minimum similarity of a name that is suggested for an unknown name: `foo` is no mistake for `log-format` (0.66).
 const MIN_SIMILARITY: f64 = 0.85;
 
-/// The known name that `name` probably means: the most similar name, if it is similar enough.
+/// Minimum length of the beginning of a name that stands for the name.
+const MIN_BEGINNING: usize = 3;
+
+/// The known name that `name` probably means: the most similar name, if it is similar enough, else the only name that
+/// begins so.
 pub fn nearest<'a>(name: &str, known: impl Iterator<Item = &'a str>) -> Option<&'a str> {
-    let similar = known.map(|known| (strsim::jaro_winkler(known, name), known));
-    similar.filter(|(near, _)| *near > MIN_SIMILARITY).max_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, known)| known)
+    let known: Vec<&str> = known.collect();
+    let similar = known.iter().map(|known| (strsim::jaro_winkler(known, name), *known));
+    let nearest = similar.filter(|(near, _)| *near > MIN_SIMILARITY).max_by(|a, b| a.0.total_cmp(&b.0));
+    let mut longer = known.into_iter().filter(|known| name.len() >= MIN_BEGINNING && known.starts_with(name));
+    nearest.map(|(_, known)| known).or_else(|| longer.next().filter(|_| longer.next().is_none()))
 }
 
 /// A suggestion to append to an error about an unknown name, or else the text `otherwise`.
@@ -277,6 +300,7 @@ impl GenerateConfig {
 /// stdin, or `None` if stdin is a terminal.
 fn read_prompt(flag: Option<String>) -> Result<Option<String>, String> {
     match flag {
+        Some(text) if text.is_empty() => return Err("the prompt is empty".into()),
         Some(text) if text != "-" => return Ok(Some(text)),
         None if io::stdin().is_terminal() => return Ok(None),
         _ => {}
@@ -318,6 +342,16 @@ mod tests {
         for url in ["https://huggingface.co/org/name", "hf.co/org/name/tree/main", "https://huggingface.co/org/name?x"]
         {
             assert_eq!(ModelSource::new(Some(url)), ModelSource::Hub("org/name".into()), "{url}");
+        }
+        for (page, revision) in [
+            ("tree/dev", "dev"),
+            ("blob/v2/config.json", "v2"),
+            ("tree/refs%2Fpr%2f1", "refs/pr/1"),
+            ("resolve/v2/a", "v2"),
+        ] {
+            let url = format!("https://huggingface.co/org/name/{page}");
+            assert_eq!(hub_address(&url), ("org/name", Some(revision.into())));
+            assert!(matches!(ModelSource::new(Some(&url)), ModelSource::Directory(_)), "only `pull` takes a revision");
         }
         // An existing directory takes precedence. A text that cannot be a hub id is a path.
         assert_eq!(ModelSource::new(Some("crates/engine/src")), ModelSource::Directory("crates/engine/src".into()));

@@ -94,7 +94,7 @@ pub fn command() -> Command {
 }
 
 /// Adds examples, hides the names of environment variables, and passes negative numbers to the values' parsers, whose
-/// messages are better than clap's.
+/// messages are better than clap's. Names of values may have capitals.
 fn with_help(command: Command) -> Command {
     let has_settings = command.get_arguments().any(|arg| arg.get_env().is_some());
     let example = COMMAND_EXAMPLES.iter().find(|(name, _)| *name == command.get_name());
@@ -107,7 +107,7 @@ fn with_help(command: Command) -> Command {
     let takes_number = |arg: &Arg| arg.get_action().takes_values() && arg.get_long().is_some();
     let command = command.mut_args(|arg| {
         let negative = takes_number(&arg);
-        arg.hide_env(true).allow_negative_numbers(negative)
+        arg.hide_env(true).allow_negative_numbers(negative).ignore_case(true)
     });
     if after.is_empty() { command } else { command.after_help(short).after_long_help(after) }
 }

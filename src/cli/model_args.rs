@@ -1,7 +1,10 @@
 //! Flags that several commands share: the model, how it is loaded, drafts, sampling, and the address of a server.
 
 use super::values::{self, Device, DraftModel, Switch};
-use clap::{Args, builder::BoolishValueParser};
+use clap::{
+    Args,
+    builder::{BoolishValueParser, NonEmptyStringValueParser},
+};
 use moestro_compute::{
     experts::{Prefetch, ReadMode},
     ops::KvBits,
@@ -14,10 +17,10 @@ use std::path::PathBuf;
 #[derive(Debug, Args)]
 pub struct ModelArgs {
     /// A directory, a hub id (org/name) or a name from `moestro list` [default: the demo model]
-    #[arg(env = "MOESTRO_MODEL", value_name = "MODEL")]
+    #[arg(env = "MOESTRO_MODEL", value_name = "MODEL", value_parser = NonEmptyStringValueParser::new())]
     pub model: Option<String>,
     /// The same as MODEL
-    #[arg(short = 'm', long = "model", id = values::MODEL_OPTION, value_name = "MODEL")]
+    #[arg(short = 'm', long = "model", id = values::MODEL_OPTION, value_name = "MODEL", value_parser = NonEmptyStringValueParser::new())]
     pub option: Option<String>,
 }
 
@@ -146,7 +149,7 @@ pub struct ModelsDirArgs {
 #[derive(Debug, Clone, Args)]
 pub struct RemoteArgs {
     /// Address of the server
-    #[arg(long, env = "MOESTRO_HOST", default_value = "127.0.0.1", help_heading = "Server")]
+    #[arg(long, env = "MOESTRO_HOST", default_value = "127.0.0.1", value_parser = values::host, help_heading = "Server")]
     pub host: String,
     /// Port of the server
     #[arg(long, env = "MOESTRO_PORT", default_value_t = 5413, value_parser = values::port, help_heading = "Server")]

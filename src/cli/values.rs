@@ -8,7 +8,7 @@ use moestro_compute::{
 };
 use moestro_engine::DraftPolicy;
 use moestro_model::plan::Parallel;
-use std::{fmt, time::Duration};
+use std::{fmt, net::Ipv6Addr, time::Duration};
 
 /// Id of the option `--model`. The option and the argument MODEL set the same setting.
 pub const MODEL_OPTION: &str = "model_option";
@@ -78,12 +78,14 @@ pub enum LogLevel {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Agent {
     /// Claude Code
+    #[value(alias = "claude-code")]
     Claude,
     /// Codex of OpenAI
     Codex,
     /// opencode
     Opencode,
     /// Qwen Code
+    #[value(alias = "qwen-code")]
     Qwen,
     /// aider
     Aider,
@@ -167,7 +169,7 @@ type NamedValue<T> = (&'static str, Option<&'static str>, T);
 fn named<T: Copy + Send + Sync>(values: &'static [NamedValue<T>]) -> impl TypedValueParser<Value = T> {
     let names = values.iter().map(|(name, meaning, _)| PossibleValue::new(*name).help(*meaning));
     PossibleValuesParser::new(names).try_map(|text| {
-        let value = values.iter().find(|(name, ..)| *name == text);
+        let value = values.iter().find(|(name, ..)| text.eq_ignore_ascii_case(name));
         value.map(|(.., value)| *value).ok_or("it is not one of the possible values")
     })
 }
@@ -280,13 +282,10 @@ fn number(text: &str, fits: impl Fn(f32) -> bool) -> Option<f32> {
     text.parse().ok().filter(|&number: &f32| number.is_finite() && fits(number))
 }
 
-/// A duration in seconds, above zero.
-pub fn seconds(text: &str) -> Result<Duration, String> {
-    let seconds = text.parse().ok().and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
-    // The upper limit keeps sums with an `Instant` from overflowing.
-    seconds
-        .filter(|seconds| !seconds.is_zero() && *seconds < Duration::from_secs(u32::MAX.into()))
-        .ok_or_else(|| "it is not a number of seconds above 0".into())
+/// A [`duration`] above zero.
+pub fn time_limit(text: &str) -> Result<Duration, String> {
+    let limit = duration(text)?;
+    if limit.is_zero() { Err("it must be more than 0".into()) } else { Ok(limit) }
 }
 
 /// A duration with a unit, or in seconds: `90s`, `30m`, `2h`, `0`.
@@ -299,9 +298,26 @@ pub fn duration(text: &str) -> Result<Duration, String> {
         _ => return Err("its unit is not s, m or h".into()),
     };
     let seconds = number.parse::<f64>().ok().and_then(|number| Duration::try_from_secs_f64(number * unit).ok());
+    // The upper limit keeps sums with an `Instant` from overflowing.
     seconds
         .filter(|seconds| *seconds < Duration::from_secs(u32::MAX.into()))
         .ok_or_else(|| "it is not a duration such as 90s, 30m or 2h".into())
+}
+
+/// An address or a host name. An IPv6 address may have brackets, as in a URL.
+pub fn host(text: &str) -> Result<String, String> {
+    let bare = text.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(text);
+    let is_name = |name: &str| !name.is_empty() && name.chars().all(|c| c.is_alphanumeric() || "-._".contains(c));
+    // An interface may follow, as in fe80::1%eth0.
+    let (address, interface) = bare.split_once('%').unwrap_or((bare, "any"));
+    let is_version6 = address.parse::<Ipv6Addr>().is_ok() && is_name(interface);
+    if is_version6 || is_name(text) {
+        Ok(text.into())
+    } else {
+        Err("it is not an address or a host name such as 127.0.0.1, ::1, localhost or, for all addresses, 0.0.0.0; \
+             --port sets the port"
+            .into())
+    }
 }
 
 /// An API key. An empty key is an error: it would protect nothing, and an unset variable in a script gives one. So is a
@@ -347,7 +363,7 @@ pub fn hosts(text: &str) -> Result<String, String> {
     let fits = |host: &str| {
         let name = !host.is_empty() && host.chars().all(|c| c.is_ascii_alphanumeric() || "-._".contains(c));
         let version6 = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
-        name || version6.is_some_and(|host| host.parse::<std::net::Ipv6Addr>().is_ok())
+        name || version6.is_some_and(|host| host.parse::<Ipv6Addr>().is_ok())
     };
     if text.split(',').all(fits) {
         Ok(text.into())
@@ -427,14 +443,36 @@ mod tests {
         assert!(["-0.1", "1.01", "NaN", "x"].iter().all(|text| probability(text).is_err()));
         assert!(["inf", "-1"].iter().all(|text| not_negative(text).is_err()));
         assert!(positive("0").is_err());
-        assert_eq!(seconds("1.5"), Ok(Duration::from_millis(1500)));
-        assert!(["0", "-1", "nan", "1e300"].iter().all(|text| seconds(text).is_err()));
+        assert_eq!(time_limit("1.5"), Ok(Duration::from_millis(1500)));
+        assert_eq!(time_limit("5m"), Ok(Duration::from_secs(300)));
+        assert!(["0", "0h", "-1", "nan", "1e300", "5x"].iter().all(|text| time_limit(text).is_err()));
     }
 
     #[test]
     fn host_names_are_checked() {
         assert!(["box.lan", "192.168.0.2", "[fe80::1],my_box"].iter().all(|text| hosts(text).is_ok()));
         assert!(["", "a,", "http://box", "box:80", "a b", "[box]"].iter().all(|text| hosts(text).is_err()));
+    }
+
+    #[test]
+    fn addresses_have_no_scheme_and_port() {
+        for text in ["127.0.0.1", "::1", "[::1]", "fe80::1%eth0", "::", "localhost", "box_1.lan", "köln.example"] {
+            assert_eq!(host(text), Ok(text.into()));
+        }
+        let bad = [
+            "",
+            "*",
+            "a b",
+            "http://box",
+            "box:80",
+            "127.0.0.1:80",
+            "[::1]:80",
+            "[box]",
+            "/tmp/socket",
+            "::1%",
+            "::1%a b",
+        ];
+        assert!(bad.iter().all(|text| host(text).unwrap_err().contains("0.0.0.0")));
     }
 
     #[test]

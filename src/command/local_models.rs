@@ -129,6 +129,9 @@ pub fn hint(error: &CommandError, settings: &Settings) -> String {
     if name.contains(' ') {
         return "; a prompt follows the model, as in `moestro run moestro-demo \"What is 12+7?\"`".into();
     }
+    if config::hub_address(&name).1.is_some() {
+        return "; `moestro pull ADDRESS` downloads that revision and prints its directory".into();
+    }
     if name.contains('/') {
         return String::new();
     }

@@ -7,7 +7,7 @@ use super::{
 };
 use crate::{
     cli,
-    config::{hub_id, is_hub_id},
+    config::{MAIN_BRANCH, hub_address, is_hub_id},
     error::CommandError,
 };
 use indicatif::ProgressBar;
@@ -29,8 +29,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The default revision.
-const MAIN: &str = "main";
 /// Interval at which a download looks for a signal that ends the program.
 const SIGNAL_INTERVAL: Duration = Duration::from_millis(50);
 /// Interval between two progress events of `--json`.
@@ -42,19 +40,20 @@ static RUNNING: Mutex<Weak<Hub>> = Mutex::new(Weak::new());
 
 /// Downloads missing files and prints the directory of the model.
 pub fn run(args: &cli::PullArgs) -> Result<(), CommandError> {
-    let id = hub_id(&args.id);
+    let (id, of_page) = hub_address(&args.id);
+    let revision = args.revision.clone().or(of_page).unwrap_or(MAIN_BRANCH.into());
     if args.json {
         let events = ProgressEvents::default();
-        let dir = download(id, &args.revision, &ProgressBar::hidden(), |progress| events.report(progress))?;
+        let dir = download(id, &revision, &ProgressBar::hidden(), |progress| events.report(progress))?;
         print_event(
-            &json!({"event": "complete", "model": id, "revision": args.revision, "path": dir, "licence": licence(&dir)}),
+            &json!({"event": "complete", "model": id, "revision": revision, "path": dir, "licence": licence(&dir)}),
         );
         return Ok(());
     }
-    let dir = download_with_bar(id, &args.revision)?;
+    let dir = download_with_bar(id, &revision)?;
     print_line(printable(&dir.to_string_lossy()));
     if io::stdout().is_terminal() && !progress::is_quiet() {
-        let name = if args.revision == MAIN { id.into() } else { dir.to_string_lossy() };
+        let name = if revision == MAIN_BRANCH { id.into() } else { dir.to_string_lossy() };
         print_note(format_args!("next: moestro run {}", printable(&name)));
     }
     Ok(())
@@ -64,7 +63,7 @@ pub fn run(args: &cli::PullArgs) -> Result<(), CommandError> {
 pub fn find_or_download(id: &str) -> Result<PathBuf, CommandError> {
     match Hub::from_env()?.local(id) {
         Some(dir) => Ok(dir),
-        None => download_with_bar(id, MAIN),
+        None => download_with_bar(id, MAIN_BRANCH),
     }
 }
 
@@ -107,7 +106,8 @@ fn download(
         return Err(CommandError::Usage(format!("{id}: {why}")));
     }
     if !is_hub_id(id) {
-        let why = "not a hub id; a hub id has the form org/name, such as mlx-community/Qwen3.5-35B-A3B-4bit";
+        let why = "not a hub id; a hub id has the form org/name, such as mlx-community/Qwen3.5-35B-A3B-4bit, and \
+                   `moestro pull --revision REV` selects a revision";
         return Err(CommandError::Usage(format!("{id}: {why}")));
     }
     let hub = Arc::new(Hub::from_env()?);
@@ -155,7 +155,7 @@ fn newest_or_local(
         Ok(dir) => return Ok(dir),
         Err(error) => error,
     };
-    let Some(dir) = hub.local(id).filter(|_| revision == MAIN) else { return Err(error.into()) };
+    let Some(dir) = hub.local(id).filter(|_| revision == MAIN_BRANCH) else { return Err(error.into()) };
     if !matches!(error, StoreError::Unreachable(_)) {
         let kept = "the complete copy on this machine was kept, and may not be the newest revision";
         return Err(CommandError::Service(format!("{error}; {kept}")));

@@ -126,8 +126,9 @@ async fn serve(config: ServeConfig, settings: Settings) -> Result<&'static str, 
     let shutdown = async { drop(closed.await) };
     let mut listeners: Vec<_> = listeners.into_iter().map(|listener| (listener, ApiSet::Standard)).collect();
     if let Some(port) = config.ollama_port {
-        listeners.push((bind(&config.host, port).await?, ApiSet::WithOllama));
-        tracing::info!("Ollama's API is at http://{}", SocketAddr::new(address.ip(), port));
+        let listener = bind(&config.host, port).await?;
+        tracing::info!("Ollama's API is at http://{}", listener.local_addr().map_err(CommandError::io(&config.host))?);
+        listeners.push((listener, ApiSet::WithOllama));
     }
     let mut running = tokio::spawn(http::serve(listeners, server.clone(), shutdown));
     activation::notify_ready("loading the model");

@@ -24,7 +24,10 @@ const CACHES: [&str; 4] = ["HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "
 /// Variables with other paths that a server reads.
 const DIRECTORIES: [&str; 4] = ["HF_TOKEN_PATH", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME"];
 /// Further variables that a server reads. Settings have their own variables.
-const OTHERS: [&str; 2] = ["CUDA_VISIBLE_DEVICES", "HF_ENDPOINT"];
+const OTHERS: [&str; 3] = ["CUDA_VISIBLE_DEVICES", "HF_ENDPOINT", "HF_HUB_OFFLINE"];
+/// The address of a service that is started on demand.
+const DEFAULT_HOST: &str = "127.0.0.1";
+const DEFAULT_PORT: u16 = 5413;
 /// The variable of a setting that must not be in the file of a service.
 const API_KEY: &str = "MOESTRO_API_KEY";
 
@@ -33,7 +36,7 @@ pub fn run(args: cli::ServiceArgs) -> Result<(), CommandError> {
     let (action, install) = match args.action {
         cli::ServiceAction::Install(install) => {
             let refused = |reason: String| CommandError::Usage(format!("moestro serve would not start: {reason}"));
-            check_serve_args(&install.args).map_err(refused)?;
+            check_serve_args(&[address_args(&install), install.args.clone()].concat()).map_err(refused)?;
             (ServiceCommand::Install, install)
         }
         cli::ServiceAction::Uninstall => (ServiceCommand::Uninstall, cli::InstallArgs::default()),
@@ -51,13 +54,15 @@ pub fn run(args: cli::ServiceArgs) -> Result<(), CommandError> {
     };
     let service = Service {
         program: program().ok_or_else(|| failed("this program's path"))?,
-        args: install.args.into_iter().map(make_absolute).collect(),
+        args: address_args(&install).into_iter().chain(install.args.into_iter().map(make_absolute)).collect(),
         caches: CACHES.iter().filter_map(|name| environment.get(*name)).map(PathBuf::from).collect(),
         environment,
         home: env::home_dir().ok_or_else(|| failed("your home directory"))?,
         user: os::user(),
         is_confined: matches!(action, ServiceCommand::Install) && manager.can_confine(),
-        on_demand: install.on_demand.then_some((install.host, install.port)),
+        on_demand: install
+            .on_demand
+            .then(|| (install.host.unwrap_or(DEFAULT_HOST.into()), install.port.unwrap_or(DEFAULT_PORT))),
     };
     if install.dry_run {
         for step in service.steps(manager, action) {
@@ -75,6 +80,13 @@ pub fn run(args: cli::ServiceArgs) -> Result<(), CommandError> {
         return Ok(());
     }
     service.act(manager, action).map_err(CommandError::Service)
+}
+
+/// The address as arguments of `serve`. With socket activation, the service manager opens the port instead.
+fn address_args(install: &cli::InstallArgs) -> Vec<String> {
+    let host = install.host.as_ref().map(|host| format!("--host={host}"));
+    let port = install.port.map(|port| format!("--port={port}"));
+    host.into_iter().chain(port).filter(|_| !install.on_demand).collect()
 }
 
 /// Parses the arguments as the service will, so that an error is shown now and not in a log.
@@ -189,6 +201,7 @@ mod tests {
         let shell = [
             ("HF_HOME", "hf"),
             ("HF_ENDPOINT", "https://mirror"),
+            ("HF_HUB_OFFLINE", "1"),
             ("XDG_CACHE_HOME", ""),
             ("HF_TOKEN", "secret"),
             ("PATH", "/bin"),
@@ -200,6 +213,7 @@ mod tests {
         let expected = [
             ("HF_ENDPOINT", "https://mirror".to_owned()),
             ("HF_HOME", path("hf")),
+            ("HF_HUB_OFFLINE", "1".to_owned()),
             ("MOESTRO_LOG", "debug".to_owned()),
             ("MOESTRO_MEMORY_LIMIT", "8GiB".to_owned()),
             ("MOESTRO_MODELS_DIR", path("src")),

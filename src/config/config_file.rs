@@ -13,7 +13,10 @@
 //!
 //! The settings of the file are inserted before the flags of the command line, so one parser checks both.
 
-use super::foreign_flags::explain;
+use super::{
+    foreign_flags::explain,
+    toml_lines::{line_of, toml_error},
+};
 use crate::cli::{Cli, Command, help, model_args::ModelArgs, values::MODEL_OPTION};
 use clap::{
     Arg, ArgAction, ArgMatches, FromArgMatches,
@@ -29,12 +32,13 @@ use std::{
     path::{Path, PathBuf},
     sync::Arc,
 };
-use toml::de::DeTable;
 
 /// Name of the positional argument in the file.
 const MODEL: &str = "model";
 /// Key of a model's directory or hub id. Not a flag.
 const PATH: &str = "path";
+/// Says how a model is written.
+const NOT_A_MODEL: &str = "a model is a table [models.NAME], with path = \"...\" in the next line";
 /// Maximum size of a configuration file in bytes.
 const MAX_BYTES: u64 = 1 << 20;
 
@@ -189,7 +193,7 @@ impl ConfigFile {
                 ("models", toml::Value::Table(models)) => {
                     for (model, value) in models {
                         let toml::Value::Table(table) = value else {
-                            return Err(format!("models.{model} is not a table of settings"));
+                            return Err(in_line(None, "models", format!("{model}: {NOT_A_MODEL}")));
                         };
                         let settings = table.into_iter().map(|(name, value)| {
                             setting(name.clone(), value, true).map_err(|reason| in_line(Some(&model), &name, reason))
@@ -198,6 +202,7 @@ impl ConfigFile {
                         file.models.insert(model, settings);
                     }
                 }
+                ("models", _) => return Err(in_line(None, "models", NOT_A_MODEL.into())),
                 (_, value) => {
                     let checked = setting(name.clone(), value, false);
                     let (name, value) = checked.map_err(|reason| in_line(None, &name, reason))?;
@@ -327,26 +332,6 @@ fn read_file(path: &Path) -> io::Result<String> {
     fs::read_to_string(path)
 }
 
-/// The message and position of a TOML error. The error's own text quotes the line, which may contain the API key.
-fn toml_error(text: &str, error: &toml::de::Error) -> String {
-    let at = error.span().map_or(0, |span| span.start);
-    let before = text.get(..at).unwrap_or_default();
-    let line = before.matches('\n').count() + 1;
-    let start = before.rfind('\n').map_or(0, |at| at + 1);
-    format!("line {line}, column {}: {}", before[start..].chars().count() + 1, error.message())
-}
-
-/// The line of a setting in the text of a file: at the top, or in the table of `model`.
-fn line_of(text: &str, model: Option<&str>, name: &str) -> Option<usize> {
-    let file = DeTable::parse(text).ok()?;
-    let mut table = file.get_ref();
-    if let Some(model) = model {
-        table = table.get("models")?.get_ref().as_table()?.get(model)?.get_ref().as_table()?;
-    }
-    let (key, _) = table.get_key_value(name)?;
-    Some(text.get(..key.span().start)?.matches('\n').count() + 1)
-}
-
 /// The sentence about a value that a variable or the file has set. `None` if the command line is wrong.
 fn source_of_error(
     error: &clap::Error,
@@ -393,6 +378,11 @@ fn default_path() -> Option<PathBuf> {
 fn setting(name: String, value: toml::Value, of_model: bool) -> Result<(String, String), String> {
     let known = names();
     if !(known.contains_key(&name) || of_model && name == PATH) {
+        if value.is_table() && of_model {
+            return Err(format!("a model has no table {name}"));
+        } else if value.is_table() {
+            return Err(format!("there is no table [{name}]; settings come before the first table [models.NAME]"));
+        }
         let near = super::nearest(&name, known.keys().map(AsRef::as_ref));
         let hint = super::suggestion(near, "; `moestro config` prints all settings");
         return Err(format!("{name:?} is not a setting{hint}"));
@@ -402,6 +392,7 @@ fn setting(name: String, value: toml::Value, of_model: bool) -> Result<(String, 
         toml::Value::Integer(number) => number.to_string(),
         toml::Value::Float(number) => number.to_string(),
         toml::Value::Boolean(on) => on.to_string(),
+        toml::Value::Array(_) => return Err(format!("{name} must be one string, with commas between several values")),
         _ => return Err(format!("{name} must be a string, a number, true or false")),
     };
     if known.get(&name).is_none_or(ArgAction::takes_values) {
@@ -539,6 +530,14 @@ mod tests {
                 ".toml, line 2: invalid value 'x' for port: it must be a whole number from 0 to 65535",
             ),
             ("port = 1\n\n[models.a]\npath = \"x\"\nprt = 1", "line 5: \"prt\" is not a setting (did you mean port?)"),
+            (
+                "\n[server]\nport = 1",
+                "line 2: there is no table [server]; settings come before the first table [models.NAME]",
+            ),
+            ("\nallowed-host = [\"a\"]", "line 2: allowed-host must be one string, with commas between several values"),
+            ("seed = 18446744073709551615", "line 1, column 8: the number is too large; write it in quotes"),
+            ("port = 1\nmodels.a = \"org/name\"", &format!("line 2: a: {NOT_A_MODEL}")),
+            ("[[models]]\npath = \"org/name\"", &format!("line 1: {NOT_A_MODEL}")),
         ] {
             fs::write(file.path(), text).unwrap();
             let args = ["moestro".into(), "--config".into(), file.path().into(), "serve".into()];

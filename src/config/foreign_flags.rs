@@ -145,7 +145,10 @@ const FLAGS: &[(&[&str], Treatment)] = &[
     // Ollama.
     (&["--hidethinking", "--nowordwrap"], Refused("use `2>/dev/null`: reasoning goes to stderr, the answer to stdout")),
     (&["--think"], Refused("use --thinking on or off")),
-    (&["--format"], Refused("send response_format with a request to the server")),
+    (
+        &["--format"],
+        Refused("list and cache have --json; for answers, send response_format with a request to the server"),
+    ),
     (&["--insecure"], Refused("set HF_ENDPOINT to the address of a mirror")),
 ];
 
@@ -288,11 +291,18 @@ pub fn explain(mut error: clap::Error, args: &[OsString]) -> clap::Error {
             error.remove(ContextKind::Suggested);
             let typed = text(&error, ContextKind::InvalidArg);
             let name = typed.trim_start_matches('-').split('=').next().unwrap_or_default().to_owned();
-            let whole = help::command();
-            let sub = args.iter().filter_map(|arg| whole.find_subcommand(arg)).next();
-            let flags = sub.into_iter().flat_map(Command::get_arguments).filter_map(Arg::get_long);
-            if let Some(flag) = super::nearest(&name, flags) {
-                error.insert(ContextKind::SuggestedArg, ContextValue::String(format!("--{flag}")));
+            let mut whole = help::command();
+            whole.build();
+            let mut sub = None;
+            for arg in args {
+                sub = sub.unwrap_or(&whole).find_subcommand(arg).or(sub);
+            }
+            if let Some(mut sub) = sub.cloned() {
+                if let Some(flag) = super::nearest(&name, sub.get_arguments().filter_map(Arg::get_long)) {
+                    error.insert(ContextKind::SuggestedArg, ContextValue::String(format!("--{flag}")));
+                }
+                // clap's own usage has the argument that it suggests.
+                error.insert(ContextKind::Usage, ContextValue::StyledStr(sub.render_usage()));
             }
         }
         ErrorKind::InvalidValue => {
@@ -387,7 +397,13 @@ mod tests {
             explain(help::command().try_get_matches_from(&args).unwrap_err(), &args).to_string()
         };
         assert!(message(&["moestro", "serve", "--memroy-limit", "8G"]).contains("--memory-limit"));
-        assert!(!message(&["moestro", "serve", "--colour"]).contains("similar"));
+        assert!(message(&["moestro", "serve", "--mem", "8G"]).contains("exists: '--memory-limit'"));
+        let nested = message(&["moestro", "service", "install", "--hots", "x"]);
+        assert!(nested.contains("exists: '--host'") && nested.contains("moestro service install"), "{nested}");
+        for flag in ["--colour", "--max", "--version"] {
+            let text = message(&["moestro", "serve", flag]);
+            assert!(!text.contains("similar") && text.contains("Usage: moestro serve [OPTIONS] [MODEL]"), "{text}");
+        }
         assert!(!message(&["moestro", "info", "--like", "28b"]).contains("similar"));
         assert!(message(&["moestro", "srve"]).contains("serve"));
         assert!(!message(&["moestro", "zz"]).contains("similar"));

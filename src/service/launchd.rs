@@ -68,7 +68,7 @@ fn plist(service: &Service, domain: LaunchdDomain) -> Dictionary {
     match &service.on_demand {
         Some((host, port)) => {
             let mut socket = Dictionary::new();
-            socket.insert("SockNodeName".into(), text(host));
+            socket.insert("SockNodeName".into(), text(host.trim_start_matches('[').trim_end_matches(']')));
             socket.insert("SockServiceName".into(), Value::String(port.to_string()));
             socket.insert("SockType".into(), text("stream"));
             let sockets = Dictionary::from_iter([(activation::SOCKET, Value::Dictionary(socket))]);

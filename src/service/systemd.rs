@@ -125,6 +125,8 @@ pub fn unit(service: &Service) -> String {
 /// The text of the socket unit, which starts the service at the first connection.
 pub fn socket(host: &str, port: u16) -> String {
     let host: String = host.chars().filter(|c| !c.is_control()).collect();
+    // systemd replaces words that begin with %.
+    let host = host.replace('%', "%%");
     let host = if host.contains(':') && !host.starts_with('[') { format!("[{host}]") } else { host };
     format!(
         "[Unit]\nDescription=Moestro's port\n\n[Socket]\nListenStream={host}:{port}\nNoDelay=yes\n\n\

@@ -120,6 +120,7 @@ fn systemd_accepts_the_unit() {
             replace_file(&path, text.as_bytes()).unwrap();
         }
     }
+    assert!(systemd::socket("fe80::1%eth0", 1).contains("ListenStream=[fe80::1%%eth0]:1"));
     let units = dir.path().join(".config/systemd/user");
     let files = [units.join("moestro.service"), units.join("moestro.socket")];
     assert!(fs::read_to_string(&files[0]).unwrap().contains(r#""/models/Qwen 3.5 & co" "--memory-limit""#));

@@ -230,4 +230,10 @@ fn wrong_arguments_of_a_service_are_refused() {
     }
     let text = output_of(home.path(), &[], &["service", "install", "--dry-run", "--", "org/name", "-ngl", "99"]);
     assert!(text.contains("\"org/name\" \"-ngl\" \"99\""), "{text}");
+    // The service manager or the server opens the port.
+    let address = ["service", "install", "--dry-run", "--port", "9", "--host", "::1"];
+    let text = output_of(home.path(), &[], &address);
+    assert!(text.contains(" serve \"--host=::1\" \"--port=9\""), "{text}");
+    let text = output_of(home.path(), &[], &[&address[..], &["--on-demand"]].concat());
+    assert!(text.contains("[::1]:9") && !text.contains("--port=9"), "{text}");
 }
