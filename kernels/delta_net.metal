@@ -39,15 +39,15 @@ FN float conv_input(CONSTANT DeltaArgs& a, DEVICE const float* proj, DEVICE cons
 // dk^-1/2.
 //
 // `state` [3, channels] holds the last three input rows. The state advances by `committed` rows. `conv_weight` is [4,
-// channels]. Grid (2 * key_heads + value_heads, ceil(tokens / CONV_TOKENS), 1 or rows of different sequences), 128
-// threads. A threadgroup computes one head for CONV_TOKENS tokens.
-enum { CONV_TOKENS = 16 };
+// channels]. Grid (2 * key_heads + value_heads, ceil(tokens / conv_tokens), 1 or rows of different sequences), 128 threads.
+// A threadgroup computes one head for conv_tokens tokens: at least three, so that only the first one reads the state.
+FN uint conv_tokens(uint tokens) { return tokens > 16 ? 16 : 4; }
 
 KERNEL(causal_conv, ARGS(DeltaArgs, a), IN(float, all_proj, 1), IN(float, replay, 2), IN(float, conv_weight, 3),
        OUT(float, states, 4), OUT(float, all_out, 5), IN(SequenceRow, rows, 6), IN(uint, skip, 7)) {
   SHARED(float, part, 4);
   const uint keys = 2 * a.key_heads, head = tgid.x;
-  const uint begin = tgid.y * CONV_TOKENS, end = min(begin + CONV_TOKENS, a.tokens);
+  const uint each = conv_tokens(a.tokens), begin = tgid.y * each, end = min(begin + each, a.tokens);
   const uint channels = keys * a.dk + a.value_heads * a.dv;
   const uint first = head < keys ? head * a.dk : keys * a.dk + (head - keys) * a.dv;
   const uint size = head < keys ? a.dk : a.dv;

@@ -4,20 +4,26 @@
 // so an expert's weights are read and unpacked once for four rows. A row's result depends on no other row and not on the
 // number of rows.
 //
-//   moe_gate_up_tiles  act[assignment] = silu(gate x) * (up x)
-//   moe_down_tiles     out[assignment] = down act, without the weight; moe_combine adds the results
-//   moe_down_tiles_1   both for one token: h += sum over ranks of weight * down act
+//   moe_gate_up_tiles*  act[assignment] = silu(gate x) * (up x)
+//   moe_down_tiles      out[assignment] = down act, without the weight; moe_combine adds the results
+//   moe_down_tiles_1    both for one token: h += sum over ranks of weight * down act
 //
 // Without `grouped`, the jobs are found from the slots of all assignments. Job j has all assignments with the slot of
 // assignment j, unless an earlier assignment has that slot: then job j is empty. With `grouped`, a job is {slot, first,
 // count} of the list `order`, with at most JOB_LIST assignments.
+//
+// moe_gate_up_tiles_1 and moe_down_tiles_1 are for few jobs, which do not fill a GPU: a simdgroup loads all its codes at
+// once to registers, and x is split once per threadgroup. The others are for many jobs: a simdgroup copies codes to
+// threadgroup memory two steps ahead, and splits its columns of x once for several blocks of 16 rows of W. Both give the
+// same bytes.
 
-// SPLIT_GROUP: columns per scale. JOB_ROWS: rows of x of a tile. UP_GROUPS_STAGED, DOWN_GROUPS_STAGED: groups of a row
-// that are in threadgroup memory at a time. UP_SIMDS: simdgroups that share these groups. UP_STEPS, DOWN_STEPS: steps of
-// a simdgroup, two groups each. JOB_LIST: most assignments of a job. DOWN_RANKS: most ranks of moe_down_tiles_1.
-enum { SPLIT_GROUP = 64, JOB_ROWS = 4, JOB_LIST = 32, DOWN_RANKS = 16 };
-enum { UP_GROUPS_STAGED = 32, UP_SIMDS = 8, UP_STEPS = UP_GROUPS_STAGED / UP_SIMDS / 2 };
-enum { DOWN_GROUPS_STAGED = 8, DOWN_SIMDS = 4, DOWN_STEPS = DOWN_GROUPS_STAGED / 2 };
+// UP_SIMDS, DOWN_SIMDS: runs of steps of a row that are summed on their own, then added up in order. JOB_LIST: most
+// assignments of a job.
+enum { UP_SIMDS = 8, DOWN_SIMDS = 4, JOB_LIST = 32 };
+// moe_gate_up_tiles_1 and moe_down_tiles_1: groups of a row that are in threadgroup memory at a time, steps of a
+// simdgroup, two groups each, and most ranks of moe_down_tiles_1.
+enum { UP_GROUPS_STAGED = 32, UP_STEPS = UP_GROUPS_STAGED / UP_SIMDS / 2 };
+enum { DOWN_GROUPS_STAGED = 8, DOWN_STEPS = DOWN_GROUPS_STAGED / 2, DOWN_RANKS = 16 };
 
 // A group of a split row has eight uint4 for each half of its columns: one for each lane of a quad, first halves before
 // second halves. So the lanes of a load access adjacent memory.
@@ -29,38 +35,51 @@ FN float leading_bits(float x) {
   return t - (t - x);
 }
 
-// Splits quarter lane % 4 of a group of x into halves. The four lanes of a quad have the same group. A power of two
-// brings the largest value into [2^14, 2^15). `factors` gets the sum of the group and the inverse of the power of two.
-// Every second pair of columns is divided by 16, because unpack_codes multiplies its codes by 16.
-FN void split_quarter(DEVICE const float* x, THREADGROUP uint4* halves, THREADGROUP float* factors THREAD_IDS_PARAM) {
-  float v[16], max_abs = 0;
-  const float sum = QUAD_SUM(load16(x, v));
+// Loads quarter lane % 4 of a group of x. The four lanes of a quad have the same group. A power of two brings the
+// largest value into [2^14, 2^15); returns its inverse. Every second column is divided by 16, because
+// unpack_quad multiplies its codes by 16.
+FN float scale_quarter(DEVICE const float* x, THREAD float* v, THREAD float& sum THREAD_IDS_PARAM) {
+  float max_abs = 0;
+  sum = QUAD_SUM(load16(x, v));
   UNROLL for (uint i = 0; i < 16; i++) max_abs = max(max(max_abs, v[i]), -v[i]);
   const uint power = max(as_type<uint>(QUAD_MAX(max_abs)) >> 23, 15u);
   const float up = as_type<float>((268u - power) << 23);
+  UNROLL for (uint i = 0; i < 16; i++) v[i] *= i % 2 == 0 ? up : up * 0.0625f;
+  return as_type<float>((power - 14u) << 23);
+}
+
+// Word `i` of a quarter's first or second halves, in the order of unpack_quad.
+FN uint split_pair(THREAD const float* v, uint i, bool is_second) {
+  const float a = v[i % 2 * 8 + i / 2], b = v[i % 2 * 8 + i / 2 + 4], a1 = leading_bits(a), b1 = leading_bits(b);
+  return HALF2(is_second ? a - a1 : a1, is_second ? b - b1 : b1);
+}
+
+// Adds the product of a group of 16 rows of W, with scales s and offsets b, to two rows of `total`. `h` has the codes,
+// `x` the split columns of x.
+FN void multiply_group(THREAD const uint* h, THREAD const float* s, THREAD const float* b, THREAD const uint* x,
+                       float sum, float inverse, THREAD float* total) {
+  float c[4];
+  QUAD_MUL(c, h[0], h[8], h[1], h[9], x[0], x[1]);
+  UNROLL for (uint j = 2; j < 8; j += 2) QUAD_FMA(c, h[j], h[j + 8], h[j + 1], h[j + 9], x[j], x[j + 1]);
+  UNROLL for (uint r = 0; r < 2; r++)
+    total[r] = fma(b[r], sum, fma(s[r], (c[2 * r] + c[2 * r + 1]) * inverse, total[r]));
+}
+
+// Splits quarter lane % 4 of a group of x into halves. `factors` gets the sum of the group and the inverse of the power
+// of two.
+FN void split_quarter(DEVICE const float* x, THREADGROUP uint4* halves, THREADGROUP float* factors THREAD_IDS_PARAM) {
+  float v[16], sum;
+  const float inverse = scale_quarter(x, v, sum THREAD_IDS);
   UNROLL for (uint u = 0; u < 2; u++) {
     uint first[4], second[4];
     UNROLL for (uint i = 0; i < 4; i++) {
-      const uint at = i % 2 * 8 + u * 2 + i / 2;
-      const float times = i < 2 ? up : up * 0.0625f, a = v[at] * times, b = v[at + 4] * times;
-      const float a1 = leading_bits(a), b1 = leading_bits(b);
-      first[i] = HALF2(a1, b1), second[i] = HALF2(a - a1, b - b1);
+      first[i] = split_pair(v, u * 4 + i, false);
+      second[i] = split_pair(v, u * 4 + i, true);
     }
     put_words((THREADGROUP uint*)(halves + u * 8 + lane % 4), first);
     put_words((THREADGROUP uint*)(halves + u * 8 + 4 + lane % 4), second);
   }
-  if (lane % 4 == 0) factors[0] = sum, factors[1] = as_type<float>((power - 14u) << 23);
-}
-
-// Unpacks 16 codes, a quarter of a group, to halves: h[2 * j + i] has columns 8 i + j and 8 i + j + 4. For even j, the
-// halves are q - 8; for odd j, they are 16 times that.
-FN void unpack_codes(THREAD const uint* q, THREAD uint* h) {
-  UNROLL for (uint i = 0; i < 2; i++)
-    UNROLL for (uint j = 0; j < 4; j++) {
-      const uint w = q[i] >> j / 2 * 8;
-      h[2 * j + i] = j % 2 == 0 ? HALF2_SUB((w & 0x000f000fu) | 0x64006400u, 0x64086408u)
-                                : HALF2_SUB((w & 0x00f000f0u) | 0x64006400u, 0x64806480u);
-    }
+  if (lane % 4 == 0) factors[0] = sum, factors[1] = inverse;
 }
 
 // A step has two groups of 16 rows of each of MT matrices. A lane has a quarter of each group of two rows of each
@@ -90,44 +109,25 @@ FN void load_block(THREAD const WeightPtrs* w, uint cols, uint row, uint first, 
   }
 }
 
-// Adds the products of group `u` of a step to `total`, see multiply_block.
+// Multiplies a step by rows of x in threadgroup memory: `halves` and `factors` of this lane. Adds to total[2 * m + i]:
+// row 8 * i + lane / 4 of matrix m, row lane % 4 of x.
 template <uint MT>
-FN void multiply_group(THREAD const StepCodes<MT>& codes, uint u, THREADGROUP const uint4* halves,
+FN void multiply_codes(THREAD const StepCodes<MT>& codes, uint ones, THREADGROUP const uint4* halves,
                        THREADGROUP const float* factors, THREAD float* total) {
-  const uint4 x = halves[u * GROUP_UNITS], y = halves[u * GROUP_UNITS + 8];
-  const float sum = factors[u * 2], inverse = factors[u * 2 + 1];
-  uint h[MT * 16];
-  float c[MT * 4];
-  UNROLL for (uint r = 0; r < MT * 2; r++) unpack_codes(codes.q + r * 4 + u * 2, h + r * 8);
-  UNROLL for (uint i = 0; i < MT * 4; i++) c[i] = 0;
-  UNROLL for (uint j = 0; j < 4; j++)
+  UNROLL for (uint u = 0; u < 2; u++) {
+    const uint4 first = halves[u * GROUP_UNITS], second = halves[u * GROUP_UNITS + 8];
+    const uint x[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
     UNROLL for (uint m = 0; m < MT; m++) {
-      THREAD const uint* low = h + m * 16 + j * 2;
-      THREAD float* sums = c + m * 4;
-      QUAD_FMA(sums, low[0], low[8], low[1], low[9], (j == 0 ? x.x : j == 1 ? x.z : j == 2 ? y.x : y.z),
-               (j == 0 ? x.y : j == 1 ? x.w : j == 2 ? y.y : y.w));
+      uint h[16];
+      float s[2], b[2];
+      UNROLL for (uint i = 0; i < 2; i++) {
+        const uint r = m * 2 + i;
+        unpack_quad<4>(codes.q + r * 4 + u * 2, ones, h + i * 8);
+        s[i] = as_type<float>(u == 0 ? codes.s[r] << 16 : codes.s[r] & 0xffff0000u);
+        b[i] = fma(8.0f, s[i], as_type<float>(u == 0 ? codes.b[r] << 16 : codes.b[r] & 0xffff0000u));
+      }
+      multiply_group(h, s, b, x, factors[u * 2], factors[u * 2 + 1], total + m * 2);
     }
-  UNROLL for (uint r = 0; r < MT * 2; r++) {
-    const float s = as_type<float>(u == 0 ? codes.s[r] << 16 : codes.s[r] & 0xffff0000u);
-    const float b = fma(8.0f, s, as_type<float>(u == 0 ? codes.b[r] << 16 : codes.b[r] & 0xffff0000u));
-    total[r] = fma(s, (c[2 * r] + c[2 * r + 1]) * inverse, total[r]);
-    total[r] = fma(b, sum, total[r]);
-  }
-}
-
-// Multiplies `steps` steps by `count` split rows of x with `staged` groups each, from group `first` on. Adds to
-// total[2 * m + i]: row 8 * i + lane / 4 of matrix m, row lane % 4 of x. Columns of the tile after the last row of x
-// repeat this row. They change no other column.
-template <uint MT, uint STEPS>
-FN void multiply_block(THREAD const BlockCodes<MT, STEPS>& codes, uint steps, uint count, uint staged, uint first,
-                       THREADGROUP const uint4* halves, THREADGROUP const float* factors,
-                       THREAD float* total THREAD_IDS_PARAM) {
-  halves += (min(lane / 8, count - 1) * staged + first) * GROUP_UNITS + lane / 4 % 2 * 4 + lane % 4;
-  factors += (min(lane % 4, count - 1) * staged + first) * 2;
-  UNROLL for (uint i = 0; i < STEPS; i++) {
-    if (i >= steps) continue;
-    UNROLL for (uint u = 0; u < 2; u++)
-      multiply_group<MT>(codes.steps[i], u, halves + i * 2 * GROUP_UNITS, factors + i * 4, total);
   }
 }
 
@@ -158,40 +158,63 @@ FN uint find_job(CONSTANT ExpertsArgs& a, DEVICE const uint* slots, DEVICE const
 }
 
 // Splits `staged` groups, from group `first`, of `count` rows of x. Row r is x[list[r] / per].
-template <uint SIMDS>
 FN void split_job(DEVICE const float* x, uint stride, THREADGROUP const uint* list, uint per, uint count, uint first,
                   uint staged, THREADGROUP uint4* halves, THREADGROUP float* factors THREAD_IDS_PARAM) {
   const uint all = count * staged;
-  for (uint base = sg * 8; base < all; base += SIMDS * 8) {
+  for (uint base = sg * 8; base < all; base += UP_SIMDS * 8) {
     const uint i = min(base + lane / 4, all - 1), r = i / staged, group = first + i % staged;
-    DEVICE const float* from = x + ulong(list[r] / per) * stride + group * SPLIT_GROUP + lane % 4 * 16;
+    DEVICE const float* from = x + ulong(list[r] / per) * stride + group * GROUP + lane % 4 * 16;
     split_quarter(from, halves + i * GROUP_UNITS, factors + 2 * i THREAD_IDS);
+  }
+}
+
+// The start of a job of gate and up: applies SwiGLU to the shared expert's projections in the first job, unless the jobs
+// are a list. Returns the number of the job's assignments, see find_job.
+FN uint gate_up_job(CONSTANT ExpertsArgs& a, DEVICE const float* scores, DEVICE const uint* slots,
+                    DEVICE const uint* order, DEVICE float* act, THREADGROUP uint* list, THREAD uint& slot,
+                    uint blocks THREAD_IDS_PARAM) {
+  if (a.grouped == 0 && tgid.y == 0) {
+    if (a.shared_inner != 0)
+      for (uint t = tgid.x; t < a.tokens; t += blocks) gate_up_shared(a, t, scores, act THREAD_IDS);
+    return 0;
+  }
+  const uint job = a.grouped != 0 ? tgid.y : tgid.y - 1;
+  slot = slots[a.grouped != 0 ? job * 3 : job];
+  return find_job(a, slots, order, job, slot, list THREAD_IDS);
+}
+
+// Adds the sums of the simdgroups, for `count` blocks of 16 rows from `row`, and stores act.
+FN void store_act(CONSTANT ExpertsArgs& a, THREADGROUP const float* part, THREADGROUP const uint* list, uint rows,
+                  uint count, uint row, DEVICE float* act THREAD_IDS_PARAM) {
+  for (uint i = tid; i < count * 64; i += UP_SIMDS * 32) {
+    const uint at = i / 64 * 128 + i % 64;
+    float gate = 0, value = 0;
+    UNROLL for (uint k = 0; k < UP_SIMDS; k++) {
+      gate += part[k * count * 128 + at];
+      value += part[k * count * 128 + at + 64];
+    }
+    if (i % 4 < rows) act[ulong(list[i % 4]) * a.row + row + i / 32 * 8 + i % 32 / 4] = silu(gate) * value;
   }
 }
 
 // act of a job's assignments for 16 rows of gate and up. The simdgroups share the columns. Grid (ceil(inner / 16),
 // jobs), 256 threads. Without `grouped`, a first job applies SwiGLU to the shared expert's projections.
-WIDE_KERNEL(moe_gate_up_tiles, ARGS(ExpertsArgs, a), IN(float, x, 1), IN(float, scores, 2), IN(uint, slots, 3),
+WIDE_KERNEL(moe_gate_up_tiles_1, ARGS(ExpertsArgs, a), IN(float, x, 1), IN(float, scores, 2), IN(uint, slots, 3),
             IN(uint, order, 4), OUT(float, act, 5), IN(Segment, table, 6), IN(uint, skip, 7)) {
-  SHARED(uint4, halves, JOB_ROWS * UP_GROUPS_STAGED * GROUP_UNITS);
-  SHARED(float, factors, JOB_ROWS * UP_GROUPS_STAGED * 2);
+  SHARED(uint4, halves, TILE_ROWS * UP_GROUPS_STAGED * GROUP_UNITS);
+  SHARED(float, factors, TILE_ROWS * UP_GROUPS_STAGED * 2);
   SHARED(float, part, UP_SIMDS * 128);
   SHARED(uint, list, JOB_LIST);
   AWAIT();
   if (is_skipped(a.can_skip, skip)) return;
-  if (a.grouped == 0 && tgid.y == 0) {
-    if (a.shared_inner != 0)
-      for (uint t = tgid.x; t < a.tokens; t += (a.inner + 15) / 16) gate_up_shared(a, t, scores, act THREAD_IDS);
-    return;
-  }
-  const uint job = a.grouped != 0 ? tgid.y : tgid.y - 1, slot = slots[a.grouped != 0 ? job * 3 : job];
-  const uint found = find_job(a, slots, order, job, slot, list THREAD_IDS);
+  uint slot = NO_SLOT;
+  const uint found = gate_up_job(a, scores, slots, order, act, list, slot, (a.inner + 15) / 16 THREAD_IDS);
   if (found == 0) return;
-  const uint row = tgid.x * 16, groups = a.hidden / SPLIT_GROUP;
+  const uint row = tgid.x * 16, groups = a.hidden / GROUP, ones = IN_REGISTER(CODE_ONES);
   DEVICE const uchar* expert = slot_at(a, slot, table);
   const WeightPtrs w[2] = {piece(a, expert, 0), piece(a, expert, 1)};
-  for (uint done = 0; done < found; done += JOB_ROWS) {
-    const uint count = min(found - done, uint(JOB_ROWS));
+  for (uint done = 0; done < found; done += TILE_ROWS) {
+    const uint count = min(found - done, uint(TILE_ROWS));
     float total[4] = {0, 0, 0, 0};
     for (uint first = 0; first < groups; first += UP_GROUPS_STAGED) {
       const uint staged = min(groups - first, uint(UP_GROUPS_STAGED)), steps = staged / 2;
@@ -199,31 +222,127 @@ WIDE_KERNEL(moe_gate_up_tiles, ARGS(ExpertsArgs, a), IN(float, x, 1), IN(float, 
       BlockCodes<2, UP_STEPS> codes;
       load_block<2, UP_STEPS>(w, a.hidden, row, first / 2 + begin, mine, codes THREAD_IDS);
       BARRIER();  // the list is written, and the previous groups are used
-      split_job<UP_SIMDS>(x, a.hidden, list + done, a.k, count, first, staged, halves, factors THREAD_IDS);
+      split_job(x, a.hidden, list + done, a.k, count, first, staged, halves, factors THREAD_IDS);
       BARRIER();
-      multiply_block<2, UP_STEPS>(codes, mine, count, staged, begin * 2, halves, factors, total THREAD_IDS);
+      // Columns of the tile after the last row of x repeat this row. They change no other column.
+      const uint of_lane = min(lane / 8, count - 1) * staged + begin * 2, factor = min(lane % 4, count - 1) * staged;
+      THREADGROUP const uint4* from = halves + of_lane * GROUP_UNITS + lane / 4 % 2 * 4 + lane % 4;
+      THREADGROUP const float* factor_from = factors + (factor + begin * 2) * 2;
+      UNROLL for (uint i = 0; i < UP_STEPS; i++)
+        if (i < mine) multiply_codes<2>(codes.steps[i], ones, from + i * 2 * GROUP_UNITS, factor_from + i * 4, total);
     }
     UNROLL for (uint i = 0; i < 4; i++) part[sg * 128 + i * 32 + lane] = total[i];
     BARRIER();
-    if (tid >= 64) continue;
-    const uint t = tid % 4, r = row + tid / 32 * 8 + lane / 4;
-    float gate = 0, value = 0;
-    UNROLL for (uint k = 0; k < UP_SIMDS; k++) gate += part[k * 128 + tid], value += part[k * 128 + 64 + tid];
-    if (t < count) act[ulong(list[done + t]) * a.row + r] = silu(gate) * value;
+    store_act(a, part, list + done, count, 1, row, act THREAD_IDS);
   }
 }
 
-// out of a job's assignments, for 64 columns. A simdgroup has 16 of them. Grid (ceil(hidden / 64), jobs), 128 threads.
+// A group of a row of x that a lane has in registers: the first or the second halves of a quarter, and the sum and the
+// inverse of the power of two of row lane % 4 of the tile.
+struct SplitGroup { uint x[8]; float sum, inverse; };
+
+// Splits a group of row lane / 8 of a tile.
+FN void split_group(DEVICE const float* x, THREAD SplitGroup& to THREAD_IDS_PARAM) {
+  float v[16], sum;
+  const float inverse = scale_quarter(x + lane % 4 * 16, v, sum THREAD_IDS);
+  UNROLL for (uint i = 0; i < 8; i++) to.x[i] = split_pair(v, i, lane / 4 % 2 != 0);
+  to.sum = SIMD_LANE(sum, lane % 4 * 8), to.inverse = SIMD_LANE(inverse, lane % 4 * 8);
+}
+
+// Multiplies BLOCKS * 16 rows, from `row`, of MT matrices by a tile of x, for the columns of this simdgroup. The sums go
+// to total[(block * MT + matrix) * 2 + i], see multiply_codes. `x` is this lane's row of x.
+template <uint MT, uint BLOCKS, uint SIMDS, uint STEPS>
+FN void multiply_rows(THREAD const WeightPtrs* w, uint cols, uint row, DEVICE const float* x, THREADGROUP uint* stages,
+                      THREAD float* total THREAD_IDS_PARAM) {
+  enum : uint { ITEMS = BLOCKS * STEPS };
+  const uint steps = cols / (2 * GROUP), ones = IN_REGISTER(CODE_ONES), eighth = IN_REGISTER(eighth_at(lane));
+  UNROLL for (uint i = 0; i < BLOCKS * MT * 2; i++) total[i] = 0;
+  for (uint first = 0; first < steps; first += SIMDS * STEPS) {
+    const uint staged = min(steps - first, uint(SIMDS * STEPS)), each = (staged + SIMDS - 1) / SIMDS;
+    const uint begin = first + min(sg * each, staged), count = min(each, first + staged - begin);
+    StepPtrs<MT> from;
+    UNROLL for (uint m = 0; m < MT; m++) {
+      from.codes[m * 2] = w[m].codes + (row + lane / 4) * (cols / 2) + begin * 64 + lane % 4 * 16;
+      from.scales[m] = (lane % 2 == 0 ? w[m].scales : w[m].biases) + (row + lane / 2) * (cols / 32) + begin * 4;
+    }
+    SplitGroup groups[STEPS * 2];
+    // Item `next` is copied and item next - 2 is multiplied. Two items share a stage.
+    UNROLL for (uint next = 0; next < ITEMS + 2; next++) {
+      THREADGROUP uint* stage = stages + next % 2 * (MT * STAGE);
+      const uint now = next - 2, step = next % STEPS;
+      if (next >= 2) {
+        ASYNC_WAIT(1);
+        UNROLL for (uint i = 0; i < MT * 2; i++) {
+          if (now % STEPS >= count) continue;
+          const uint m = i / 2, u = i % 2;
+          THREAD const SplitGroup& group = groups[now % STEPS * 2 + u];
+          uint h[16];
+          float s[2], b[2];
+          read_unit<4>(stage + m * STAGE, eighth, u, false, 1.0f, ones, h, s, b THREAD_IDS);
+          multiply_group(h, s, b, group.x, group.sum, group.inverse, total + (now / STEPS * MT + m) * 2);
+        }
+        SIMD_BARRIER();
+      }
+      if (next < ITEMS && step < count) {
+        StepPtrs<MT> at = from;
+        UNROLL for (uint m = 0; m < MT; m++)
+          at.codes[m * 2] += step * 64, at.codes[m * 2 + 1] = at.codes[m * 2] + 4 * cols;
+        copy_step(at, 4, step, stage THREAD_IDS);
+      }
+      ASYNC_COMMIT();
+      if (step == STEPS - 1)
+        UNROLL for (uint m = 0; m < MT; m++) from.codes[m * 2] += 8 * cols, from.scales[m] += cols / 2;
+      if (next == 1)
+        UNROLL for (uint i = 0; i < STEPS * 2; i++)
+          if (i / 2 < count) split_group(x + (begin * 2 + i) * GROUP, groups[i] THREAD_IDS);
+    }
+  }
+}
+
+// act of a job's assignments for BLOCKS * 16 rows of gate and up. Grid (ceil(inner / (16 * BLOCKS)), jobs), 256 threads.
+// The jobs are those of moe_gate_up_tiles_1.
+#define GATE_UP_TILES(name, BLOCKS)                                                                                    \
+  WIDE_KERNEL(name, ARGS(ExpertsArgs, a), IN(float, x, 1), IN(float, scores, 2), IN(uint, slots, 3),                   \
+              IN(uint, order, 4), OUT(float, act, 5), IN(Segment, table, 6), IN(uint, skip, 7)) {                      \
+    SHARED(uint4, memory, UP_SIMDS * 4 * STAGE / 4);                                                                   \
+    SHARED(uint, list, JOB_LIST);                                                                                      \
+    AWAIT();                                                                                                           \
+    if (is_skipped(a.can_skip, skip)) return;                                                                          \
+    uint slot = NO_SLOT;                                                                                               \
+    const uint blocks = a.inner / (16 * BLOCKS), row = tgid.x * (16 * BLOCKS);                                         \
+    const uint found = gate_up_job(a, scores, slots, order, act, list, slot, blocks THREAD_IDS);                       \
+    if (found == 0) return;                                                                                            \
+    DEVICE const uchar* expert = slot_at(a, slot, table);                                                              \
+    const WeightPtrs w[2] = {piece(a, expert, 0), piece(a, expert, 1)};                                                \
+    THREADGROUP float* part = (THREADGROUP float*)memory;                                                              \
+    for (uint done = 0; done < found; done += TILE_ROWS) {                                                             \
+      const uint count = min(found - done, uint(TILE_ROWS));                                                           \
+      BARRIER(); /* the list is written, and the previous sums are used */                                             \
+      DEVICE const float* from = x + ulong(list[done + min(lane / 8, count - 1)] / a.k) * a.hidden;                    \
+      THREADGROUP uint* stages = (THREADGROUP uint*)memory + sg * (4 * STAGE);                                         \
+      float total[BLOCKS * 4];                                                                                         \
+      multiply_rows<2, BLOCKS, UP_SIMDS, UP_STEPS>(w, a.hidden, row, from, stages, total THREAD_IDS);                  \
+      BARRIER();                                                                                                       \
+      UNROLL for (uint i = 0; i < BLOCKS * 4; i++) part[(sg * (BLOCKS * 4) + i) * 32 + lane] = total[i];               \
+      BARRIER();                                                                                                       \
+      store_act(a, part, list + done, count, BLOCKS, row, act THREAD_IDS);                                             \
+    }                                                                                                                  \
+  }
+
+GATE_UP_TILES(moe_gate_up_tiles_2, 2)
+GATE_UP_TILES(moe_gate_up_tiles_4, 4)
+
+// out of a job's assignments, for 128 columns. The simdgroups share the columns of act. Grid (hidden / 128, jobs), 128
+// threads. Without `grouped`, the shared expert's jobs come first, each with JOB_LIST tokens.
 WIDE_KERNEL(moe_down_tiles, ARGS(ExpertsArgs, a), IN(float, act, 1), IN(uint, slots, 2), IN(uint, order, 3),
-       OUT(float, out, 4), IN(uchar, c, 5), IN(uchar, s, 6), IN(uchar, b, 7), IN(Segment, table, 8),
-       IN(uint, skip, 9)) {
-  SHARED(uint4, halves, JOB_ROWS * DOWN_GROUPS_STAGED * GROUP_UNITS);
-  SHARED(float, factors, JOB_ROWS * DOWN_GROUPS_STAGED * 2);
+            OUT(float, out, 4), IN(uchar, c, 5), IN(uchar, s, 6), IN(uchar, b, 7), IN(Segment, table, 8),
+            IN(uint, skip, 9)) {
+  enum : uint { BLOCKS = 8 };
+  SHARED(uint4, memory, DOWN_SIMDS * 2 * STAGE / 4);
   SHARED(uint, list, JOB_LIST);
   AWAIT();
   if (is_skipped(a.can_skip, skip)) return;
-  // The shared expert's jobs come first, each with JOB_LIST tokens.
-  const uint row = tgid.x * 64 + sg * 16, shared_jobs = a.grouped != 0 ? 0 : (a.tokens + JOB_LIST - 1) / JOB_LIST;
+  const uint row = tgid.x * (16 * BLOCKS), shared_jobs = a.grouped != 0 ? 0 : (a.tokens + JOB_LIST - 1) / JOB_LIST;
   WeightPtrs w = {c, s, b};
   uint found = 0, cols = a.inner;
   if (tgid.y < shared_jobs) {
@@ -237,22 +356,22 @@ WIDE_KERNEL(moe_down_tiles, ARGS(ExpertsArgs, a), IN(float, act, 1), IN(uint, sl
     if (found == 0) return;
     w = piece(a, slot_at(a, slot, table), 2);
   }
-  const uint groups = cols / SPLIT_GROUP;
-  for (uint done = 0; done < found; done += JOB_ROWS) {
-    const uint count = min(found - done, uint(JOB_ROWS));
-    float total[2] = {0, 0};
-    for (uint first = 0; first < groups; first += DOWN_GROUPS_STAGED) {
-      const uint staged = min(groups - first, uint(DOWN_GROUPS_STAGED));
-      BlockCodes<1, DOWN_STEPS> codes;
-      load_block<1, DOWN_STEPS>(&w, cols, row, first / 2, staged / 2, codes THREAD_IDS);
-      BARRIER();  // the list is written, and the previous groups are used
-      split_job<DOWN_SIMDS>(act, a.row, list + done, 1, count, first, staged, halves, factors THREAD_IDS);
-      BARRIER();
-      multiply_block<1, DOWN_STEPS>(codes, staged / 2, count, staged, 0, halves, factors, total THREAD_IDS);
+  THREADGROUP float* part = (THREADGROUP float*)memory;
+  for (uint done = 0; done < found; done += TILE_ROWS) {
+    const uint count = min(found - done, uint(TILE_ROWS));
+    BARRIER();  // the list is written, and the previous sums are used
+    DEVICE const float* from = act + ulong(list[done + min(lane / 8, count - 1)]) * a.row;
+    THREADGROUP uint* stages = (THREADGROUP uint*)memory + sg * (2 * STAGE);
+    float total[BLOCKS * 2];
+    multiply_rows<1, BLOCKS, DOWN_SIMDS, 1>(&w, cols, row, from, stages, total THREAD_IDS);
+    BARRIER();
+    UNROLL for (uint i = 0; i < BLOCKS * 2; i++) part[(sg * (BLOCKS * 2) + i) * 32 + lane] = total[i];
+    BARRIER();
+    for (uint i = tid; i < BLOCKS * 64; i += DOWN_SIMDS * 32) {
+      float sum = 0;
+      UNROLL for (uint k = 0; k < DOWN_SIMDS; k++) sum += part[k * (BLOCKS * 64) + i];
+      if (i % 4 < count) out[ulong(list[done + i % 4]) * a.hidden + row + i / 32 * 8 + i % 32 / 4] = sum;
     }
-    if (lane % 4 >= count) continue;
-    DEVICE float* to = out + ulong(list[done + lane % 4]) * a.hidden + row + lane / 4;
-    to[0] = total[0], to[8] = total[1];
   }
 }
 
@@ -264,7 +383,7 @@ WIDE_KERNEL(moe_down_tiles_1, ARGS(ExpertsArgs, a), IN(float, act, 1), IN(float,
   SHARED(float, factors, DOWN_RANKS * DOWN_GROUPS_STAGED * 2);
   SHARED(float, part, DOWN_RANKS * 16);
   const uint row = tgid.x * 16, ranks = a.shared_inner != 0 ? a.k + 1 : a.k;
-  const uint cols = sg < a.k ? a.inner : sg < ranks ? a.shared_inner : 0, groups = cols / SPLIT_GROUP;
+  const uint cols = sg < a.k ? a.inner : sg < ranks ? a.shared_inner : 0, groups = cols / GROUP;
   const uint first_steps = min(groups, uint(DOWN_GROUPS_STAGED)) / 2;
   WeightPtrs w = {c, s, b};
   BlockCodes<1, DOWN_STEPS> codes;
@@ -283,8 +402,9 @@ WIDE_KERNEL(moe_down_tiles_1, ARGS(ExpertsArgs, a), IN(float, act, 1), IN(float,
   }
   THREADGROUP uint4* mine = halves + sg * (DOWN_GROUPS_STAGED * GROUP_UNITS);
   THREADGROUP float* my_factors = factors + sg * (DOWN_GROUPS_STAGED * 2);
-  float total[2] = {0, 0};
-  for (uint first = 0; first < max(a.inner, a.shared_inner) / SPLIT_GROUP; first += DOWN_GROUPS_STAGED) {
+  const uint ones = IN_REGISTER(CODE_ONES);
+  float total[DOWN_STEPS * 2] = {};  // of each step's place in a run, as the simdgroups of moe_down_tiles have them
+  for (uint first = 0; first < max(a.inner, a.shared_inner) / GROUP; first += DOWN_GROUPS_STAGED) {
     const uint staged = first < groups ? min(groups - first, uint(DOWN_GROUPS_STAGED)) : 0;
     if (first > 0) {
       load_block<1, DOWN_STEPS>(&w, cols, row, first / 2, staged / 2, codes THREAD_IDS);
@@ -292,15 +412,21 @@ WIDE_KERNEL(moe_down_tiles_1, ARGS(ExpertsArgs, a), IN(float, act, 1), IN(float,
     }
     if (staged > 0) {
       const uint i = min(lane / 4, staged - 1);
-      DEVICE const float* from = act + ulong(sg) * a.row + (first + i) * SPLIT_GROUP + lane % 4 * 16;
+      DEVICE const float* from = act + ulong(sg) * a.row + (first + i) * GROUP + lane % 4 * 16;
       split_quarter(from, mine + i * GROUP_UNITS, my_factors + 2 * i THREAD_IDS);
     }
     BARRIER();
-    if (staged > 0)
-      multiply_block<1, DOWN_STEPS>(codes, staged / 2, 1, staged, 0, mine, my_factors, total THREAD_IDS);
+    THREADGROUP const uint4* quarter = mine + lane / 4 % 2 * 4 + lane % 4;
+    UNROLL for (uint i = 0; i < DOWN_STEPS; i++)
+      if (i < staged / 2)
+        multiply_codes<1>(codes.steps[i], ones, quarter + i * 2 * GROUP_UNITS, my_factors + i * 4, total + i * 2);
   }
   if (lane % 4 == 0 && sg < ranks)
-    UNROLL for (uint i = 0; i < 2; i++) part[sg * 16 + i * 8 + lane / 4] = weight * total[i];
+    UNROLL for (uint i = 0; i < 2; i++) {
+      float sum = 0;
+      UNROLL for (uint k = 0; k < DOWN_SIMDS; k++) sum += total[k * 2 + i];
+      part[sg * 16 + i * 8 + lane / 4] = weight * sum;
+    }
   BARRIER();
   if (tid >= 16) return;
   float sum = 0;

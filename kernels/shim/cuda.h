@@ -50,6 +50,8 @@ typedef unsigned long long ulong;
 #define HALF_TO_FLOAT(bits) half_to_float(bits)
 #define FAST_EXP(x) exp(x)
 #define BARRIER() __syncthreads()
+#define SIMD_BARRIER() __syncwarp()
+#define IN_REGISTER(x) in_register(x)
 #define SIMD_SUM(x) lanes_sum<32>(x)
 #define SIMD_MAX(x) lanes_max<32>(x)
 #define SIMD_MIN(x) __reduce_min_sync(0xffffffffu, x)
@@ -67,6 +69,13 @@ FN void prefetch(const void* p, uint bytes) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"((const uchar*)p + at));
 }
 FN void prefetch_line(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+// Returns x. The bits above 16 of the warp's number are 0, but the compiler does not know that, and it does not read the
+// number again. So it cannot compute the value again for each use.
+FN uint in_register(uint x) {
+  uint warp;
+  asm volatile("mov.u32 %0, %%warpid;" : "=r"(warp));
+  return x | warp >> 16;
+}
 FN uint2 stream(const uint2* p) {
   uint2 v;
   asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));

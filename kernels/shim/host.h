@@ -95,6 +95,8 @@ template <class To, class From> To as_type(From from) {
 #define ASYNC_COPY(to, from) host::async_copy(to, from, sizeof *(to))
 #define ASYNC_COMMIT() host::open_copies(), host::now().copies.emplace_back()
 #define ASYNC_WAIT(n) host::async_wait(__LINE__, n)
+#define SIMD_BARRIER() ((void)host::smallest(__LINE__, 0))
+#define IN_REGISTER(x) (x)
 #define QUAD_SUM(x) host::reduce(host::QuadSum, __LINE__, x)
 #define QUAD_MAX(x) host::reduce(host::QuadMax, __LINE__, x)
 

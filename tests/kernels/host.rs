@@ -50,14 +50,13 @@ pub fn all() -> [PathBuf; 12] {
 
 /// A kernel file and the files that are compiled with it.
 fn with_companions(file: &Path) -> Vec<PathBuf> {
+    let more: &[&str] = match file.file_stem().and_then(|name| name.to_str()) {
+        Some("linear") => &["code_tiles", "row_tiles", "short_prompt"],
+        Some("moe") => &["code_tiles", "expert_tiles"],
+        _ => &[],
+    };
     let mut files = vec![file.to_owned()];
-    match file.file_stem().and_then(|name| name.to_str()) {
-        Some("linear") => {
-            files.extend(["row_tiles", "short_prompt"].map(|part| file.with_file_name(format!("{part}.metal"))))
-        }
-        Some("moe") => files.push(file.with_file_name("expert_tiles.metal")),
-        _ => {}
-    }
+    files.extend(more.iter().map(|part| file.with_file_name(format!("{part}.metal"))));
     files
 }
 

@@ -192,7 +192,9 @@ fn printed_kernels_obey_metals_rules() {
         "gemv_tiles_wide_16",
         "moe_down_tiles",
         "moe_down_tiles_1",
-        "moe_gate_up_tiles",
+        "moe_gate_up_tiles_1",
+        "moe_gate_up_tiles_2",
+        "moe_gate_up_tiles_4",
         "split_rows",
     ] {
         assert!(names.remove(name), "{name}");

@@ -57,7 +57,9 @@ fn other_kernels_agree_without_tiles() {
         "moe_down_tiles_1",
         "moe_gate_up_gemm",
         "moe_gate_up_gemm_any",
-        "moe_gate_up_tiles",
+        "moe_gate_up_tiles_1",
+        "moe_gate_up_tiles_2",
+        "moe_gate_up_tiles_4",
         "rows_to_half",
         "split_rows",
     ];

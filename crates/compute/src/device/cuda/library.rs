@@ -294,7 +294,7 @@ mod tests {
 
     /// Kernels of `linear` and `moe` that decoding, drafts and short prompts use with 4-bit and 8-bit weights, and those of
     /// FP8, mxfp4 and bf16 on matrix units.
-    const DECODE_KERNELS: [&str; 31] = [
+    const DECODE_KERNELS: [&str; 33] = [
         "gemm_short_16",
         "gemm_short_32",
         "gemm_short_64",
@@ -323,7 +323,9 @@ mod tests {
         "moe_down",
         "moe_gate_up_grouped",
         "moe_down_grouped",
-        "moe_gate_up_tiles",
+        "moe_gate_up_tiles_1",
+        "moe_gate_up_tiles_2",
+        "moe_gate_up_tiles_4",
         "moe_down_tiles",
         "moe_down_tiles_1",
     ];

@@ -6,8 +6,10 @@ use crate::{
     ops::SequenceRows,
 };
 
-/// Number of tokens per threadgroup.
-const CONV: usize = 16;
+/// Number of tokens per threadgroup, see `conv_tokens` in `kernels/delta_net.metal`.
+fn conv_tokens(tokens: usize) -> usize {
+    if tokens > 16 { 16 } else { 4 }
+}
 
 impl Conv<'_> {
     /// A launch of `causal_conv`. The convolution width must be 4.
@@ -37,7 +39,7 @@ impl Conv<'_> {
             ],
             grid: [
                 (2 * shape.key_heads + shape.value_heads) as u32,
-                of_each.div_ceil(CONV).max(1) as u32,
+                of_each.div_ceil(conv_tokens(of_each)).max(1) as u32,
                 sequences as u32,
             ],
             threads: 128,

@@ -11,10 +11,22 @@ use crate::{
 
 /// Columns of a step: two groups of 64.
 const STEP: usize = 128;
+/// Rows of the down projection per threadgroup of `moe_down_tiles`.
+const DOWN_ROWS: usize = 128;
 /// Maximum number of assignments of a job.
 const MAX_JOB: usize = 32;
 /// Maximum number of ranks of a token, with the shared expert, whose results one launch adds up.
 const MAX_RANKS: usize = 16;
+
+/// The kernel of gate and up for this many jobs, and its rows per threadgroup. It changes no byte. With more rows, x is
+/// split less often, but few jobs do not fill the GPU. The limits are those of an H200.
+fn up_kernel(jobs: usize) -> (&'static str, usize) {
+    match jobs {
+        0..=12 => ("moe_gate_up_tiles_1", 16),
+        13..=24 => ("moe_gate_up_tiles_2", 32),
+        _ => ("moe_gate_up_tiles_4", 64),
+    }
+}
 
 impl MoeWeights {
     /// True if the kernels for matrix units can compute this layer.
@@ -39,8 +51,9 @@ impl MoeWeights {
         let act = Binding::read_write(self.act(buffers, tokens));
         let end = [Binding::table(slots.table), Binding::no_skip_flag(buffers.scores)];
         let bindings = [&[x, scores, jobs, order, act][..], &end].concat();
-        let grid = [self.inner().div_ceil(16), count, 1];
-        let launch = self.launch(tokens, slots, "moe_gate_up_tiles", bindings, grid, 256);
+        let (kernel, rows) = up_kernel(count);
+        let grid = [self.inner().div_ceil(rows), count, 1];
+        let launch = self.launch(tokens, slots, kernel, bindings, grid, 256);
         Launch { skip: SkipUse::Reads, ..launch }
     }
 }
@@ -66,7 +79,7 @@ impl Experts<'_> {
         let mut bindings = vec![Binding::read(layer.act(&self.buffers, tokens)), words[0], words[1], out];
         bindings.extend(shared);
         bindings.extend([Binding::table(self.slots.table), Binding::no_skip_flag(self.buffers.scores)]);
-        let grid = [layer.hidden().div_ceil(64), jobs.count, 1];
+        let grid = [layer.hidden().div_ceil(DOWN_ROWS), jobs.count, 1];
         let down = layer.launch(tokens, self.slots, "moe_down_tiles", bindings, grid, 128);
         [up, Launch { skip: SkipUse::Reads, ..down }].map(grouped)
     }
@@ -121,7 +134,7 @@ impl CombineExperts<'_> {
         let out = Binding::read_write(self.buffers.out.floats(layer.assignments(self.tokens) * layer.hidden()));
         let mut bindings = vec![act, slots, slots, out];
         bindings.extend(self.shared_down());
-        let grid = [layer.hidden().div_ceil(64), self.tokens.div_ceil(MAX_JOB) + assignments, 1];
+        let grid = [layer.hidden().div_ceil(DOWN_ROWS), self.tokens.div_ceil(MAX_JOB) + assignments, 1];
         let launch = layer.launch(self.tokens, self.slots, "moe_down_tiles", bindings, grid, 128);
         Launch { skip: SkipUse::Reads, ..launch }
     }

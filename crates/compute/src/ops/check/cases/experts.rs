@@ -32,8 +32,10 @@ pub fn cases(b: &mut KernelCheck<'_, impl Driver>) -> Result<(), DeviceError> {
     case(b, [affine(4, 64); 3], 64, 2)?;
     b.gpu.set_direct(false);
     if b.gpu.tile_all_rows(true) {
-        case(b, [affine(4, 64); 3], 128, 1)?;
-        case(b, [affine(4, 64); 3], 128, 3)?;
+        // The number of jobs selects the kernel.
+        for tokens in [1, 3, 8, 13] {
+            case(b, [affine(4, 64); 3], 128, tokens)?;
+        }
         b.gpu.tile_all_rows(false);
     }
     Ok(())
