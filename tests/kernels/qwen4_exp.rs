@@ -18,7 +18,8 @@ use moestro_compute::ops::KvBits;
 use moestro_model::{
     checkpoint::pack,
     model::{
-        CheckpointInfo, HiddenRows, HiddenStates, HiddenTaps, LoadOptions, Model, MtpSource, Qwen, Rows, SequenceState,
+        CheckpointInfo, HiddenRows, HiddenStates, HiddenTaps, LoadOptions, Model, MtpSource, PassHooks, Qwen, Rows,
+        SequenceState,
     },
     plan::Parallel,
 };
@@ -86,6 +87,28 @@ fn logits_ignore_chunks_and_slots() {
         for (chunk, slots) in ways {
             let (found, ..) = prefill(&mut plain(slots), &ids, chunk);
             assert!(found.data == expected.data, "{}: chunks of {chunk}, {slots:?} slots", case.name);
+        }
+    }
+}
+
+/// The rows of n-gram tables are read for the announced tokens. Others may come instead.
+#[test]
+fn announced_tokens_change_no_logit() {
+    let ids = cases()[1].ids();
+    let (expected, ..) = prefill(&mut plain(None), &ids, 7);
+    let others: Vec<u32> = ids.iter().rev().copied().collect();
+    for announced in [&ids, &others] {
+        for most in [usize::MAX, 3] {
+            let mut model = plain(None);
+            let mut state = model.start().unwrap();
+            let mut logits = Vec::new();
+            for (index, chunk) in ids.chunks(7).enumerate() {
+                let after = &announced[ids.len().min(index * 7 + 7)..];
+                let hooks = PassHooks { following: &after[..after.len().min(most)], ..PassHooks::default() };
+                logits
+                    .extend_from_slice(&model.forward_with(&mut state, chunk, Rows::All, &mut { hooks }).unwrap().data);
+            }
+            assert!(logits == *expected.data, "at most {most} tokens announced");
         }
     }
 }

@@ -168,7 +168,9 @@ impl<M: Model> ModelRunner<M> {
         let keep_going = || is_awaited || !self.queue.should_cancel_step(submitted, chunk.end);
         let keep_going: Option<&dyn Fn() -> bool> = Some(&keep_going);
         let snapshot_at = &snapshot_at[..];
-        let mut hooks = PassHooks { is_prompt: true, images, snapshot_at, keep_going, ..Default::default() };
+        let following = &ids[chunk.end..];
+        let mut hooks =
+            PassHooks { is_prompt: true, following, images, snapshot_at, keep_going, ..PassHooks::default() };
         self.speculator.follow(Some(sequence));
         let logits = sequence.extend(&mut self.model, &ids[chunk.clone()], rows, &mut hooks)?;
         self.speculator.prompt_evaluated(&mut self.model, sequence, chunk.len(), begin.elapsed());

@@ -64,8 +64,11 @@ impl BenchSession {
         let mut state = self.model.start()?;
         let begin = Counters::now(&self.metrics);
         let mut logits = Logits::default();
+        let mut following = prompt;
         for chunk in prompt.chunks(self.model.info().chunk) {
-            logits = self.model.forward(&mut state, chunk, Rows::Last)?;
+            following = &following[chunk.len()..];
+            let mut hooks = PassHooks { following, ..PassHooks::default() };
+            logits = self.model.forward_with(&mut state, chunk, Rows::Last, &mut hooks)?;
         }
         let middle = Counters::now(&self.metrics);
         let likeliest = NextToken { usable: self.model.info().vocab, choice: TokenChoice::LIKELIEST };

@@ -98,6 +98,9 @@ pub struct PassHooks<'a> {
     /// True if the tokens belong to a prompt. A GPU computes these with other kernels than the tokens of answers, also
     /// a single one.
     pub is_prompt: bool,
+    /// Tokens with which the caller will probably continue the sequence: the rest of a prompt. The model may prepare
+    /// for them.
+    pub following: &'a [u32],
     /// The images of the sequence, in order. Images outside the tokens of the pass have no effect.
     pub images: &'a [PlacedImage],
     /// Positions at which to take a snapshot, in ascending order. Each position is after the first token of the pass

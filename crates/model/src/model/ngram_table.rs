@@ -1,5 +1,6 @@
 //! An n-gram table on the disk. The rows of a token depend on token ids only. So a pass requests rows before it starts,
-//! and waits for them when the layer of the table begins.
+//! and waits for them when the layer of the table begins. The rows of the next chunk of a prompt are read while a GPU
+//! computes this chunk.
 //!
 //! The table is far larger than memory. Its rows are read one by one, without the page cache. A small cache keeps the
 //! rows that were read last.
@@ -13,10 +14,10 @@ use crate::{
     error::ModelError,
 };
 use moestro_base::{error::StoreError, metrics::Metrics};
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex};
 use serde_json::Value;
 use std::{
-    collections::{HashMap, hash_map::Entry},
+    collections::{HashMap, VecDeque, hash_map::Entry},
     ops::Range,
     sync::{Arc, mpsc},
     time::Instant,
@@ -97,8 +98,15 @@ impl NgramLayout {
     }
 }
 
+/// The rows of a pass, or a request for them.
+pub enum RequestedRows {
+    Pending(RowRequest),
+    /// The decoded rows, which were read ahead.
+    Ready(Vec<f32>),
+}
+
 /// A request for the rows of a pass.
-pub struct RequestedRows {
+pub struct RowRequest {
     /// Each wanted row, and its index in the result. In the order of the rows.
     places: Vec<(u64, usize)>,
     /// The rows that were in the cache.
@@ -110,7 +118,7 @@ pub struct RequestedRows {
 /// Distinct rows.
 #[derive(Default)]
 struct RowBatch {
-    /// Index of the first place of each row in [`RequestedRows::places`].
+    /// Index of the first place of each row in [`RowRequest::places`].
     places: Vec<usize>,
     /// The bytes of all rows.
     bytes: Vec<u8>,
@@ -124,6 +132,17 @@ pub struct NgramInput<'a> {
     /// Inputs of the convolution at the last positions. If the rows of the pass belong to several sequences, the rings
     /// of all of them.
     pub history: RowRing,
+    /// The tokens before [`Chunk::following`](super::forward::pass::Chunk::following).
+    pub before_following: Vec<u32>,
+}
+
+/// Decoded rows of tokens that a later pass is expected to have.
+struct RowsAhead {
+    /// The tokens before `ids`, on which the rows depend as well.
+    before: Vec<u32>,
+    ids: Vec<u32>,
+    /// The rows of `ids`, `[ids, width]`.
+    values: Vec<f32>,
 }
 
 /// The most recently read rows.
@@ -147,11 +166,20 @@ struct RowJob {
     reply: mpsc::Sender<Result<RowBatch, StoreError>>,
 }
 
+/// Jobs for the threads that read rows. Each job wakes a thread of its own. If the threads took turns at a channel, each
+/// would wake the next one, and the few rows of a decoded token would be read one after the other.
+struct JobQueue {
+    /// `None` after the table is dropped.
+    jobs: Mutex<Option<VecDeque<RowJob>>>,
+    work: Condvar,
+}
+
 /// An n-gram table whose rows are read from disk on demand.
 pub struct NgramTable {
     layout: NgramLayout,
     cache: Mutex<RowCache>,
-    jobs: mpsc::Sender<RowJob>,
+    ahead: Mutex<Option<RowsAhead>>,
+    jobs: Arc<JobQueue>,
     metrics: Arc<Metrics>,
 }
 
@@ -160,18 +188,19 @@ impl NgramTable {
     pub fn open(layout: NgramLayout, packed: Option<PackedRows>, metrics: &Arc<Metrics>) -> Result<Self, ModelError> {
         let cache = Mutex::new(RowCache::new(layout.table.row_len()));
         let files = Arc::new(RowFiles::open(layout.table.clone(), packed)?);
-        let (jobs, receiver) = mpsc::channel();
-        let receiver = Arc::new(Mutex::new(receiver));
+        let jobs = Arc::new(JobQueue { jobs: Mutex::new(Some(VecDeque::new())), work: Condvar::new() });
+        // If a thread cannot start, the table is dropped, and the other threads end.
+        let table = Self { layout, cache, ahead: Mutex::default(), jobs, metrics: metrics.clone() };
         for index in 0..THREADS {
             let files = files.clone();
-            let receiver = receiver.clone();
+            let jobs = table.jobs.clone();
             let metrics = metrics.clone();
-            let work = move || serve(&files, &receiver, &metrics);
+            let work = move || serve(&files, &jobs, &metrics);
             std::thread::Builder::new().name(format!("ngram-{index}")).spawn(work).map_err(|error| {
                 ModelError::Memory(format!("cannot start a thread that reads the n-gram table: {error}"))
             })?;
         }
-        Ok(Self { layout, cache, jobs, metrics: metrics.clone() })
+        Ok(table)
     }
 
     pub fn layout(&self) -> &NgramLayout {
@@ -180,9 +209,39 @@ impl NgramTable {
 
     /// Starts reading the rows of the tokens of one or several sequences: of each, the tokens before and the tokens
     /// whose rows are wanted.
-    pub fn request<'t>(&self, sequences: impl IntoIterator<Item = [&'t [u32]; 2]>) -> RequestedRows {
+    pub fn request(&self, sequences: &[[&[u32]; 2]]) -> RequestedRows {
+        match sequences {
+            [[before, ids]] => match self.take_ahead(before, ids) {
+                Some(values) => RequestedRows::Ready(values),
+                None => RequestedRows::Pending(self.request_rows(sequences)),
+            },
+            _ => RequestedRows::Pending(self.request_rows(sequences)),
+        }
+    }
+
+    /// The rows of `ids` after the tokens `before`, if they were read ahead. A prompt without them drops other rows, so
+    /// that rows of only one prompt are in memory.
+    fn take_ahead(&self, before: &[u32], ids: &[u32]) -> Option<Vec<f32>> {
+        let mut ahead = self.ahead.lock();
+        let found = ahead.take_if(|ahead| ids.len() > 1 || ahead.is_for(before, ids))?;
+        found.is_for(before, ids).then_some(found.values).map(|mut values| {
+            values.truncate(ids.len() * self.layout.shape.width);
+            values
+        })
+    }
+
+    /// Reads and decodes the rows of `ids`, which come after the tokens `before`, for a later pass. This pass reports an
+    /// error, because it reads rows again that could not be read.
+    pub fn read_ahead(&self, before: &[u32], ids: &[u32]) {
+        let rows = self.request_rows(&[[before, ids]]);
+        if let Ok(values) = self.collect(rows, |_| ()) {
+            *self.ahead.lock() = Some(RowsAhead { before: before.to_vec(), ids: ids.to_vec(), values });
+        }
+    }
+
+    fn request_rows(&self, sequences: &[[&[u32]; 2]]) -> RowRequest {
         let rows_of = |[before, ids]: [&[u32]; 2]| self.layout().rows_of(before, ids);
-        let wanted = sequences.into_iter().flat_map(rows_of);
+        let wanted = sequences.iter().copied().flat_map(rows_of);
         let mut places: Vec<(u64, usize)> = wanted.enumerate().map(|(place, row)| (row, place)).collect();
         places.sort_unstable();
         let mut cached = RowBatch::default();
@@ -204,15 +263,24 @@ impl NgramTable {
         let size = missing.len().div_ceil(THREADS).clamp(1, JOB_ROWS);
         let (reply, read) = mpsc::channel();
         for rows in missing.chunks(size) {
-            // This fails only if all threads have panicked. `wait` then reports that rows were not read.
-            let _ = self.jobs.send(RowJob { rows: rows.to_vec(), reply: reply.clone() });
+            self.jobs.push(RowJob { rows: rows.to_vec(), reply: reply.clone() });
         }
-        RequestedRows { places, cached, read }
+        RowRequest { places, cached, read }
     }
 
     /// Waits for the rows of a request and decodes them to f32 `[tokens, width]`.
-    pub fn wait(&self, pending: RequestedRows) -> Result<Vec<f32>, ModelError> {
-        let RequestedRows { places, cached, read } = pending;
+    pub fn wait(&self, requested: RequestedRows) -> Result<Vec<f32>, ModelError> {
+        match requested {
+            RequestedRows::Ready(values) => Ok(values),
+            RequestedRows::Pending(rows) => {
+                self.collect(rows, |seconds| self.metrics.ngram_stall_seconds.inc_by(seconds))
+            }
+        }
+    }
+
+    /// Calls `waited` with the seconds of each wait for a row.
+    fn collect(&self, rows: RowRequest, waited: impl Fn(f64)) -> Result<Vec<f32>, ModelError> {
+        let RowRequest { places, cached, read } = rows;
         let table = &self.layout.table;
         let width = table.width;
         let mut out = vec![0.0; places.len() * width];
@@ -234,12 +302,46 @@ impl NgramTable {
             drop(cache);
             let from = Instant::now();
             next = read.recv().ok();
-            self.metrics.ngram_stall_seconds.inc_by(from.elapsed().as_secs_f64());
+            waited(from.elapsed().as_secs_f64());
         }
         if missing > 0 {
             return Err(ModelError::Config(format!("{missing} rows of the n-gram table were not read")));
         }
         Ok(out)
+    }
+}
+
+impl Drop for NgramTable {
+    fn drop(&mut self) {
+        *self.jobs.jobs.lock() = None;
+        self.jobs.work.notify_all();
+    }
+}
+
+impl JobQueue {
+    fn push(&self, job: RowJob) {
+        if let Some(jobs) = self.jobs.lock().as_mut() {
+            jobs.push_back(job);
+        }
+        self.work.notify_one();
+    }
+
+    /// Waits for a job. `None` after the table is dropped.
+    fn next(&self) -> Option<RowJob> {
+        let mut jobs = self.jobs.lock();
+        loop {
+            if let Some(job) = jobs.as_mut()?.pop_front() {
+                return Some(job);
+            }
+            self.work.wait(&mut jobs);
+        }
+    }
+}
+
+impl RowsAhead {
+    /// True if the first rows are those of `ids` after the tokens `before`.
+    fn is_for(&self, before: &[u32], ids: &[u32]) -> bool {
+        self.before == before && self.ids.starts_with(ids)
     }
 }
 
@@ -291,10 +393,9 @@ impl RowCache {
 }
 
 /// The main function of a thread. Reads rows until the table is dropped.
-fn serve(files: &RowFiles, jobs: &Mutex<mpsc::Receiver<RowJob>>, metrics: &Metrics) {
+fn serve(files: &RowFiles, jobs: &JobQueue, metrics: &Metrics) {
     let mut space = Vec::new();
-    loop {
-        let Ok(RowJob { rows, reply }) = jobs.lock().recv() else { return };
+    while let Some(RowJob { rows, reply }) = jobs.next() {
         let mut batch = RowBatch::default();
         let read = rows.into_iter().try_for_each(|(row, place)| {
             batch.push(place, &files.read(row, &mut space)?);
@@ -309,6 +410,15 @@ fn serve(files: &RowFiles, jobs: &Mutex<mpsc::Receiver<RowJob>>, metrics: &Metri
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn rows_ahead_are_for_the_announced_tokens() {
+        let ahead = RowsAhead { before: vec![1, 2], ids: vec![3, 4, 5], values: Vec::new() };
+        // A pass may have fewer tokens than announced.
+        assert!(ahead.is_for(&[1, 2], &[3, 4, 5]) && ahead.is_for(&[1, 2], &[3]));
+        assert!(!ahead.is_for(&[2], &[3, 4, 5]) && !ahead.is_for(&[1, 2], &[3, 4, 6]));
+        assert!(!ahead.is_for(&[1, 2], &[3, 4, 5, 6]));
+    }
 
     #[test]
     fn full_cache_replaces_the_oldest_row() {

@@ -335,8 +335,13 @@ impl Qwen {
             marks = &marks[here.len()..];
             let positions = RowPositions::new(state.next, start, hooks.images);
             let image_rows = self.parts.image_rows(hooks.images, start..start + tokens, hooks.keep_going)?;
+            // A GPU computes this chunk while the CPU reads for the next one, unless the CPU reads experts.
+            let reads_ahead = device.limits.is_async && self.parts.store.as_ref().is_none_or(ExpertStore::is_resident);
+            let following = if rest > 0 { &ids[ids.len() - rest..] } else { hooks.following };
+            let following = if reads_ahead { &following[..following.len().min(device.buffers.rows)] } else { &[] };
             let chunk = Chunk {
                 image_rows: &image_rows,
+                following,
                 logits: tokens - wanted_here..tokens,
                 half: (hooks.is_prompt || ids.len() > 1) && device.limits.uses_half_precision,
                 ..Chunk::new(ids_here, start, positions)

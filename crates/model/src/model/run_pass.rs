@@ -40,6 +40,11 @@ fn ngram_histories(sequences: &[&mut QwenState]) -> Vec<RowRing> {
     }
 }
 
+/// The last `count` tokens, or fewer if there are not as many.
+fn last_of(ids: &[u32], count: usize) -> &[u32] {
+    &ids[ids.len().saturating_sub(count)..]
+}
+
 impl ModelParts {
     /// Fails if one of `ids` is not a token, or if the context has no room for `ids` after `len` other tokens.
     pub fn check_ids(&self, len: usize, ids: &[u32]) -> Result<(), ModelError> {
@@ -143,8 +148,12 @@ impl ModelParts {
         let request_rows = |(table, history): (&'a NgramTable, RowRing)| {
             let count = table.layout().shape.size - 1;
             let each = states.iter().zip(chunk.by_sequence());
-            let rows = each.map(|(state, (start, ids))| [state.tokens.before(start, count), ids]);
-            NgramInput { table, pending: Some(table.request(rows)), history }
+            let rows: Vec<_> = each.map(|(state, (start, ids))| [state.tokens.before(start, count), ids]).collect();
+            let before_following = match rows[..] {
+                [[before, ids]] if !chunk.following.is_empty() => last_of(&[before, ids].concat(), count).to_vec(),
+                _ => Vec::new(),
+            };
+            NgramInput { table, pending: Some(table.request(&rows)), history, before_following }
         };
         let ngrams = tables.iter().zip(ngram_histories(states)).map(request_rows).collect();
         if !tables.is_empty() {

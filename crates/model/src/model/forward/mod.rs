@@ -58,6 +58,7 @@ pub fn forward(
     let is_only_submitted = matches!(output, PassOutput::Submitted);
     pass.backend.set_half_buffers(pass.chunk.half.then_some(pass.buffers.half));
     let done = embed(net, pass).and_then(|()| forward_layers(net, state, pass, hooks));
+    let done = done.and_then(|()| pass.read_ahead());
     pass.backend.set_half_buffers(None);
     let done = done.and_then(|()| match output {
         PassOutput::Submitted => {

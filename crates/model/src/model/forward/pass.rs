@@ -29,6 +29,9 @@ use std::{ops::Range, sync::Arc};
 /// The rows of one pass: consecutive tokens of one sequence, or a token of each of several sequences.
 pub struct Chunk<'a> {
     pub ids: &'a [u32],
+    /// Tokens that the next pass of the sequence is expected to have. Their rows of n-gram tables are read while a GPU
+    /// computes this pass.
+    pub following: &'a [u32],
     /// If the rows belong to several sequences: the sequence of each row. Their states are in the same buffers. `start`
     /// is 0, and `positions` is ignored.
     pub sequences: &'a [SequenceRow],
@@ -57,6 +60,7 @@ impl<'a> Chunk<'a> {
     pub fn new(ids: &'a [u32], start: usize, positions: RowPositions<'a>) -> Self {
         Self {
             ids,
+            following: &[],
             sequences: &[],
             start,
             positions,
@@ -261,15 +265,17 @@ impl Pass<'_> {
         }
         let Config { rope_theta: theta, rope_sections, .. } = self.config;
         let rope_dim = self.config.attention.rope_dim;
+        let frequency = |j: usize| (axis(j, rope_sections), theta.powf(-2.0 * j as f64 / rope_dim as f64));
+        let frequencies: Vec<(usize, f64)> = (0..rope_dim / 2).map(frequency).collect();
         let table = &mut self.scratch.rope;
         table.clear();
         let rows_of_one = if self.chunk.sequences.is_empty() { self.chunk.ids.len() } else { 0 };
         let rows_of_several = self.chunk.sequences.iter().map(|row| [row.position; 3]);
         for position in self.chunk.positions.take(rows_of_one).chain(rows_of_several) {
-            for j in 0..rope_dim / 2 {
-                let angle = position[axis(j, rope_sections)] as f64 * theta.powf(-2.0 * j as f64 / rope_dim as f64);
-                table.extend([angle.cos() as f32, angle.sin() as f32]);
-            }
+            table.extend(frequencies.iter().flat_map(|(axis, frequency)| {
+                let angle = position[*axis] as f64 * frequency;
+                [angle.cos() as f32, angle.sin() as f32]
+            }));
         }
         Ok(self.backend.write(self.buffers.rope.floats(table.len()), bytemuck::cast_slice(table))?)
     }
@@ -282,6 +288,16 @@ impl Pass<'_> {
             let part = part.ok_or_else(|| ModelError::Config("an image has too few rows".into()))?;
             self.backend.write(self.buffers.h.rows(*row, tokens.len(), hidden), bytemuck::cast_slice(part))?;
         }
+        Ok(())
+    }
+
+    /// Submits the work so far, and meanwhile reads rows of n-gram tables for the next pass.
+    pub fn read_ahead(&mut self) -> Result<(), ModelError> {
+        if self.chunk.following.is_empty() || self.ngrams.is_empty() {
+            return Ok(());
+        }
+        self.backend.flush()?;
+        self.ngrams.iter().for_each(|input| input.table.read_ahead(&input.before_following, self.chunk.following));
         Ok(())
     }
 
