@@ -1,19 +1,13 @@
 // Attention to the blocks of positions that an indexer selects for each row: see crates/compute/src/ops/block_attention/mod.rs.
 //
-//   index_rows        norms and rotates the indexer's queries, stores raw keys in the ring, computes the keys of blocks
-//                     that are now complete (closed)
-//   index_scores      the score of each closed block
-//   index_select      the blocks with the highest scores, in ascending order
-//   block_attention   attention to these blocks and to the open one, over one split of the positions
+//   block_attention   attention to the selected blocks and to the open one, over one split of the positions
 //   block_attention_merge     merges the splits and applies the gate
 //   block_attention_prefill   both on matrix units, for the rows of a prompt
-//
-// Scores have the CPU's order of operations, so both devices select the same blocks where sqrt and division are rounded
-// correctly. Scores are not negative, so their bit patterns have the same order as the scores.
 
 // MAX_DIM: maximum number of dimensions of a head, in the indexer and in attention. SIMDS: number of simdgroups in a
-// threadgroup. BATCH: number of positions that are loaded together. HEADS: heads of the indexer that read a key once.
-enum { MAX_DIM = 256, SIMDS = 8, BATCH = 4, HEADS = 4 };
+// threadgroup. BATCH: number of positions that are loaded together. SHARING: query heads of a kv head that read a key or
+// value once.
+enum { MAX_DIM = 256, SIMDS = 8, BATCH = 4, SHARING = 2 };
 
 struct BlockArgs {
   uint start;                  // position of the first row
@@ -28,176 +22,6 @@ struct BlockArgs {
   uint kv_ring_len;            // 8 and 4 bits: positions in the ring of recent keys and values
   uint splits;                 // most splits of a row
 };
-
-// The row of a block's key. The key is in the page of the block's last position.
-FN ulong key_row(DEVICE const uint* table, uint ratio, uint block) {
-  const uint last = (block + 1) * ratio - 1;
-  return ulong(table[last / PAGE]) * ((PAGE + ratio - 1) / ratio) + last % PAGE / ratio;
-}
-
-// The sum of sixteen lanes, in the CPU's order.
-FN float sum_lanes(THREAD const float* l) {
-  float s[8];
-  UNROLL for (uint i = 0; i < 8; i++) s[i] = l[i] + l[i + 8];
-  return ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]));
-}
-
-// Head h of a row is a query. The row after the queries is the raw key, which is stored in the ring. If the raw key is
-// the last of its block, the key of the block is computed as well. `rope` [tokens, rope_dim / 2, 2] holds cosines and
-// sines. A row of the ring has the raw key, then the cosines and sines of its position. The ring's rows of earlier
-// calls are read, and no row of this call overwrites them. A row of a sequence of its own is the first of this call.
-// Grid (heads + 1, tokens), 32 threads.
-KERNEL(index_rows, ARGS(BlockArgs, a), IN(float, index, 1), IN(float, q_norm, 2), IN(float, k_norm, 3),
-       IN(float, rope, 4), IN(uint, tables, 5), OUT(float, queries, 6), OUT(float, keys, 7), OUT(float, rings, 8),
-       IN(SequenceRow, rows, 9)) {
-  SHARED(float, x, MAX_DIM);
-  SHARED(float, part, 16);
-  AWAIT();
-  const uint head = tgid.x, token = tgid.y, position = row_position(a, rows, token), half_dim = a.rope_dim / 2;
-  const uint width = (a.heads + 1) * a.dim, ring_width = a.dim + a.rope_dim;
-  const bool is_query = head < a.heads;
-  DEVICE const float* row = index + ulong(token) * width + head * a.dim;
-  DEVICE const float* rotation = rope + ulong(token) * a.rope_dim;
-  DEVICE float* to = queries + (ulong(token) * a.heads + head) * a.dim;
-  // The first position of this call in the row's sequence, and its row.
-  const uint start = a.table_pages != 0 ? position : a.start, row_of_start = token - (position - start);
-  if (is_query) {
-    for (uint i = lane; i < a.dim; i += 32) x[i] = row[i];
-  } else {
-    DEVICE const uint* table = row_table(a, rows, tables, token);
-    DEVICE float* recent = rings;
-    if (a.table_pages != 0) recent += ulong(rows[token].sequence) * a.ring_len * ring_width;
-    DEVICE float* slot = recent + ulong(position % a.ring_len) * ring_width;
-    for (uint i = lane; i < a.dim; i += 32) slot[i] = row[i];
-    for (uint i = lane; i < a.rope_dim; i += 32) slot[a.dim + i] = rotation[i];
-    if ((position + 1) % a.ratio != 0) return;
-    const uint first = position + 1 - a.ratio;
-    for (uint i = lane; i < a.dim; i += 32) {
-      float sum = 0;
-      for (uint p = first; p <= position; p++)
-        sum += p < start ? recent[ulong(p % a.ring_len) * ring_width + i]
-                         : index[ulong(row_of_start + p - start) * width + a.heads * a.dim + i];
-      x[i] = sum / float(a.ratio);
-    }
-    // The key of a block gets the rotation of the block's first position.
-    if (first < start) rotation = recent + ulong(first % a.ring_len) * ring_width + a.dim;
-    else rotation = rope + ulong(row_of_start + first - start) * a.rope_dim;
-    to = keys + key_row(table, a.ratio, position / a.ratio) * a.dim;
-  }
-  BARRIER();
-  if (lane < 16) {
-    float squares = 0;
-    for (uint i = lane; i < a.dim; i += 16) squares = fma(x[i], x[i], squares);
-    part[lane] = squares;
-  }
-  BARRIER();
-  float lanes[16];
-  UNROLL for (uint i = 0; i < 16; i++) lanes[i] = part[i];
-  const float inverse_rms = 1.0f / sqrt(sum_lanes(lanes) / float(a.dim) + a.eps);
-  for (uint i = lane; i < a.dim; i += 32) x[i] = x[i] * inverse_rms * (is_query ? q_norm[i] : k_norm[i]);
-  BARRIER();
-  for (uint i = lane; i < a.dim; i += 32) {
-    float v = x[i];
-    if (i < a.rope_dim) {
-      const float c = rotation[i % half_dim * 2], s = rotation[i % half_dim * 2 + 1];
-      v = i < half_dim ? x[i] * c - x[i + half_dim] * s : x[i] * c + x[i - half_dim] * s;
-    }
-    to[i] = v;
-  }
-}
-
-// scores [tokens, stride]: the sum over heads of relu(q . key) * scale. Rows that attend to all closed blocks need no
-// scores and get zeros. Grid (ceil(stride / 128), tokens), 128 threads, one for each block.
-KERNEL(index_scores, ARGS(BlockArgs, a), IN(float, queries, 1), IN(float, keys, 2), IN(uint, tables, 3),
-       OUT(float, scores, 4), IN(SequenceRow, rows, 5)) {
-  AWAIT();
-  const uint block = tgid.x * 128 + tid, token = tgid.y, closed = (row_position(a, rows, token) + 1) / a.ratio;
-  if (block >= a.stride) return;
-  float sum = 0;
-  if (block < closed && closed > a.blocks) {
-    DEVICE const float* key = keys + key_row(row_table(a, rows, tables, token), a.ratio, block) * a.dim;
-    for (uint head = 0; head < a.heads; head += HEADS) {
-      DEVICE const float* q = queries + (ulong(token) * a.heads + head) * a.dim;
-      float lanes[HEADS * 16] = {};
-      for (uint k = 0; k < a.dim; k += 16) {
-        UNROLL for (uint j = 0; j < 16; j += 4) {
-          if (k + j >= a.dim) continue;
-          float x[4], y[4];
-          load_cached4(key + k + j, x);
-          UNROLL for (uint h = 0; h < HEADS; h++) {
-            if (head + h >= a.heads) continue;
-            load_cached4(q + h * a.dim + k + j, y);
-            UNROLL for (uint n = 0; n < 4; n++)
-              lanes[h * 16 + j + n] = fma(x[n], y[n], lanes[h * 16 + j + n]);
-          }
-        }
-      }
-      UNROLL for (uint h = 0; h < HEADS; h++) {
-        const float product = sum_lanes(lanes + h * 16);
-        if (head + h < a.heads) sum += product > 0 ? product : 0.0f;
-      }
-    }
-  }
-  scores[ulong(token) * a.stride + block] = sum * a.scale;
-}
-
-// selected [tokens, blocks]: the closed blocks with the highest scores, in ascending order. Of equal scores, the lower
-// block is selected. If fewer than `blocks` blocks are closed, all of them are listed, followed by 0xffffffff. Grid
-// (tokens), 256 threads.
-//
-// The lowest selected score is found four bits at a time. For each value of the four bits, the threads count the scores
-// that have this value and the higher bits found so far. A thread counts in its own column, so it needs no atomic
-// operation.
-KERNEL(index_select, ARGS(BlockArgs, a), IN(uint, scores, 1), OUT(uint, selected, 2), IN(SequenceRow, rows, 3)) {
-  SHARED(uint, counts, 16 * 256);
-  SHARED(uint, parts, 256);
-  SHARED(uint, totals, 16);
-  AWAIT();
-  const uint token = tgid.x, closed = (row_position(a, rows, token) + 1) / a.ratio;
-  DEVICE const uint* score = scores + ulong(token) * a.stride;
-  DEVICE uint* out = selected + ulong(token) * a.blocks;
-  if (closed <= a.blocks) {
-    for (uint i = tid; i < a.blocks; i += 256) out[i] = i < closed ? i : 0xffffffffu;
-    return;
-  }
-  // `mask` has the bits of the lowest selected score that are known, and `lowest` has their values. Of the scores with
-  // these bits, `left` are selected.
-  uint lowest = 0, mask = 0, left = a.blocks;
-  for (uint shift = 32; shift != 0;) {
-    shift -= 4;
-    for (uint n = 0; n < 16; n++) counts[n * 256 + tid] = 0;
-    for (uint i = tid; i < closed; i += 256)
-      if ((score[i] & mask) == lowest) counts[(score[i] >> shift & 15u) * 256 + tid]++;
-    BARRIER();
-    uint sum = 0;
-    for (uint i = 0; i < 16; i++) sum += counts[tid * 16 + i];
-    parts[tid] = sum;
-    BARRIER();
-    if (tid < 16) {
-      sum = 0;
-      for (uint i = 0; i < 16; i++) sum += parts[tid * 16 + i];
-      totals[tid] = sum;
-    }
-    BARRIER();
-    uint digit = 15;
-    while (digit > 0 && totals[digit] < left) left -= totals[digit], digit--;
-    lowest |= digit << shift, mask |= 15u << shift;
-  }
-  // A thread has consecutive blocks. The threads before it have the blocks before these.
-  const uint each = (closed + 255) / 256, first = min(tid * each, closed), end = min(first + each, closed);
-  uint above = 0, equal = 0;
-  for (uint i = first; i < end; i++) above += score[i] > lowest ? 1 : 0, equal += score[i] == lowest ? 1 : 0;
-  counts[tid] = above, counts[256 + tid] = equal;
-  BARRIER();
-  above = 0, equal = 0;
-  for (uint i = 0; i < tid; i++) above += counts[i], equal += counts[256 + i];
-  uint at = above + min(equal, left);
-  for (uint i = first; i < end; i++) {
-    const bool taken = score[i] > lowest || (score[i] == lowest && equal < left);
-    if (score[i] == lowest) equal++;
-    if (taken) out[at++] = i;
-  }
-}
 
 // Keys or values, and a row of them. With 8 or 4 bits, recent positions are read from a ring.
 template <class T>
@@ -220,19 +44,20 @@ struct QuantCacheRow {
   bool is_recent;
 };
 
-// The row of position `p` for a query that reads positions from `recent` on from the ring.
+// The row of position `p`, which is in block `block` of the cache, for a query that reads positions from `recent` on from
+// the ring.
 template <class T>
-FN CacheRow<T> row_of(Cache<T> cache, CONSTANT BlockArgs& a, DEVICE const uint* table, uint kv, uint p, uint) {
+FN CacheRow<T> row_of(Cache<T> cache, CONSTANT BlockArgs& a, ulong block, uint, uint p, uint) {
   CacheRow<T> row;
-  row.block = cache.pages + page_block(table, a.kv_heads, kv, p) * block_size(cache.pages, a.head_dim);
+  row.block = cache.pages + block * block_size(cache.pages, a.head_dim);
   row.number = p % PAGE;
   return row;
 }
 template <uint BITS>
-FN QuantCacheRow<BITS> row_of(QuantCache<BITS> cache, CONSTANT BlockArgs& a, DEVICE const uint* table, uint kv, uint p,
+FN QuantCacheRow<BITS> row_of(QuantCache<BITS> cache, CONSTANT BlockArgs& a, ulong block, uint kv, uint p,
                               uint recent) {
   QuantCacheRow<BITS> row;
-  row.block = cache.pages + page_block(table, a.kv_heads, kv, p) * block_bytes<BITS>(a.head_dim);
+  row.block = cache.pages + block * block_bytes<BITS>(a.head_dim);
   row.number = p % PAGE;
   row.recent = cache.ring + (ulong(kv) * a.kv_ring_len + p % a.kv_ring_len) * a.head_dim;
   row.is_recent = p >= recent;
@@ -291,83 +116,117 @@ FN uint split_size(CONSTANT BlockArgs& a, uint count) {
   return (count + a.splits * step - 1) / (a.splits * step) * step;
 }
 
-// Attention over one split of the positions of a row's selected blocks and open block, for one head: a softmax without
-// normalisation. A simdgroup computes every eighth batch of positions. The order of additions depends only on the row's
-// position and selection. `partials` [tokens, heads, splits, dim + 2] receives the weighted sum of values, the largest
-// score and the denominator. Grid (heads, tokens, splits), 256 threads.
+// Loads a lane's columns of a row, without the scale of the row. Columns past the end are 0.
+template <class Row>
+FN void load_lane(Row row, uint dim, THREAD float* v THREAD_IDS_PARAM) {
+  UNROLL for (uint j = 0; j < 8; j += 4) {
+    const uint i = 4 * lane + j * 32;
+    UNROLL for (uint m = 0; m < 4; m++) v[j + m] = 0;
+    if (i < dim) load4(row, dim, i, v + j);
+  }
+}
+
+// The softmax of some positions without normalisation, for one head: a lane's columns of the query and of the weighted
+// sum of values, the largest score and the denominator.
+struct HeadSum { float query[8], sum[8], highest, denominator; };
+
+// The scores of BATCH positions, of which `left` are in the split, for one head. Rescales the sums to the largest score.
+FN void score_positions(THREAD HeadSum& head, THREAD const float* keys, THREAD const float* key_scales, uint left,
+                        THREAD float* weights) {
+  float new_highest = head.highest;
+  UNROLL for (uint n = 0; n < BATCH; n++) {
+    float product = 0;
+    UNROLL for (uint j = 0; j < 8; j++) product = fma(head.query[j], keys[8 * n + j], product);
+    weights[n] = SIMD_SUM(product) * key_scales[n];
+    if (n < left) new_highest = max(new_highest, weights[n]);
+  }
+  const float rescale = FAST_EXP(head.highest - new_highest);
+  head.highest = new_highest;
+  head.denominator *= rescale;
+  UNROLL for (uint j = 0; j < 8; j++) head.sum[j] *= rescale;
+  UNROLL for (uint n = 0; n < BATCH; n++) {
+    weights[n] = n < left ? FAST_EXP(weights[n] - new_highest) : 0.0f;
+    head.denominator += weights[n];
+  }
+}
+
+// Attention over one split of the positions of a row's selected blocks and open block, for up to SHARING heads: a softmax
+// without normalisation. A simdgroup computes every eighth batch of positions. The order of additions depends only on
+// the row's position and selection. `partials` [tokens, heads, splits, dim + 2] receives the weighted sum of values, the
+// largest score and the denominator. Grid (kv_heads * ceil(query heads per kv head / SHARING), tokens, splits), 256
+// threads.
 template <class Row, class Rows>
 FN void attend_blocks(CONSTANT BlockArgs& a, DEVICE const float* q, Rows keys, Rows values, DEVICE const uint* tables,
                       DEVICE const uint* selected, DEVICE float* partials, DEVICE const SequenceRow* rows,
                       THREADGROUP float* sums, THREADGROUP float* shares THREAD_IDS_PARAM) {
-  const uint head = tgid.x, token = tgid.y, position = row_position(a, rows, token), closed = (position + 1) / a.ratio;
+  const uint groups = a.attention_heads / a.kv_heads, parts = (groups + SHARING - 1) / SHARING, kv = tgid.x / parts;
+  const uint part = tgid.x % parts * SHARING, heads = min(uint(SHARING), groups - part), dim = a.head_dim;
+  const uint token = tgid.y, position = row_position(a, rows, token), closed = (position + 1) / a.ratio;
   DEVICE const uint* table = row_table(a, rows, tables, token);
-  const uint dim = a.head_dim, kv = head / (a.attention_heads / a.kv_heads), recent = recent_start(position);
-  const uint count = selected_count(a, position), size = split_size(a, count);
+  const uint recent = recent_start(position), count = selected_count(a, position), size = split_size(a, count);
   const uint begin = tgid.z * size, end = min(begin + size, count);
   if (begin >= end) return;  // the merge does not read this split
-  const ulong row = (ulong(token) * a.attention_heads + head) * dim;
+  const ulong first_head = ulong(token) * a.attention_heads + kv * groups + part;
   DEVICE const uint* blocks = selected + ulong(token) * a.blocks;
-  float query[8], sum[8] = {}, highest = -as_type<float>(0x7f7fffffu), denominator = 0;
-  UNROLL for (uint j = 0; j < 8; j++) {
-    const uint i = 4 * lane + j / 4 * 128 + j % 4;
-    query[j] = i < dim ? q[row + i] * a.attention_scale : 0.0f;
+  HeadSum head[SHARING];
+  UNROLL for (uint h = 0; h < SHARING; h++) {
+    UNROLL for (uint j = 0; j < 8; j++) {
+      const uint i = 4 * lane + j / 4 * 128 + j % 4;
+      head[h].query[j] = i < dim ? q[(first_head + min(h, heads - 1)) * dim + i] * a.attention_scale : 0.0f;
+      head[h].sum[j] = 0;
+    }
+    head[h].highest = -as_type<float>(0x7f7fffffu), head[h].denominator = 0;
   }
-  for (uint first = begin + sg * BATCH; first < end; first += SIMDS * BATCH) {
-    Row value[BATCH];
-    float score[BATCH], key_scale[BATCH];
-    UNROLL for (uint n = 0; n < BATCH; n++) {
-      const uint p = selected_position(a, blocks, closed, first + n, count);
-      value[n] = row_of(values, a, table, kv, p, recent);
-      const Row key_row = row_of(keys, a, table, kv, p, recent);
-      float product = 0;
-      UNROLL for (uint j = 0; j < 8; j += 4) {
-        const uint i = 4 * lane + j * 32;
-        float key[4] = {};
-        if (i < dim) load4(key_row, dim, i, key);
-        UNROLL for (uint m = 0; m < 4; m++) product = fma(query[j + m], key[m], product);
+  // A lane finds the place of one of 32 / BATCH batches of this simdgroup, so that loads do not wait for the selection.
+  for (uint start = begin + sg * BATCH; start < end; start += 32 * SIMDS) {
+    const uint own = selected_position(a, blocks, closed, start + lane / BATCH * (SIMDS * BATCH) + lane % BATCH, count);
+    const uint own_block = uint(page_block(table, a.kv_heads, kv, own));
+    for (uint batch = 0; batch < 32 / BATCH; batch++) {
+      const uint first = start + batch * (SIMDS * BATCH);
+      if (first >= end) break;
+      float v[8 * BATCH], scale[BATCH], weights[SHARING][BATCH];
+      Row value_row[BATCH];
+      UNROLL for (uint n = 0; n < BATCH; n++) {
+        const uint p = as_type<uint>(SIMD_LANE(as_type<float>(own), batch * BATCH + n));
+        const uint block = as_type<uint>(SIMD_LANE(as_type<float>(own_block), batch * BATCH + n));
+        const Row key_row = row_of(keys, a, block, kv, p, recent);
+        load_lane(key_row, dim, v + 8 * n THREAD_IDS);
+        scale[n] = scale_of(key_row, dim), value_row[n] = row_of(values, a, block, kv, p, recent);
       }
-      score[n] = product, key_scale[n] = scale_of(key_row, dim);
-    }
-    float new_highest = highest;
-    UNROLL for (uint n = 0; n < BATCH; n++) {
-      score[n] = SIMD_SUM(score[n]) * key_scale[n];
-      if (first + n < end) new_highest = max(new_highest, score[n]);
-    }
-    const float rescale = FAST_EXP(highest - new_highest);
-    highest = new_highest;
-    denominator *= rescale;
-    UNROLL for (uint j = 0; j < 8; j++) sum[j] *= rescale;
-    UNROLL for (uint n = 0; n < BATCH; n++) {
-      const float weight = first + n < end ? FAST_EXP(score[n] - highest) : 0.0f;
-      const float scaled = weight * scale_of(value[n], dim);
-      denominator += weight;
-      UNROLL for (uint j = 0; j < 8; j += 4) {
-        const uint i = 4 * lane + j * 32;
-        float v[4] = {};
-        if (i < dim) load4(value[n], dim, i, v);
-        UNROLL for (uint m = 0; m < 4; m++) sum[j + m] = fma(scaled, v[m], sum[j + m]);
+      UNROLL for (uint h = 0; h < SHARING; h++) score_positions(head[h], v, scale, end - first, weights[h]);
+      UNROLL for (uint n = 0; n < BATCH; n++) {
+        float x[8];
+        load_lane(value_row[n], dim, x THREAD_IDS);
+        const float x_scale = scale_of(value_row[n], dim);
+        UNROLL for (uint h = 0; h < SHARING; h++) {
+          const float scaled = weights[h][n] * x_scale;
+          UNROLL for (uint j = 0; j < 8; j++) head[h].sum[j] = fma(scaled, x[j], head[h].sum[j]);
+        }
       }
     }
   }
-  UNROLL for (uint j = 0; j < 8; j++) sums[sg * MAX_DIM + 4 * lane + j / 4 * 128 + j % 4] = sum[j];
-  if (lane == 0) shares[sg] = highest, shares[SIMDS + sg] = denominator;
-  BARRIER();
-  for (uint n = 0; n < SIMDS; n++) highest = max(highest, shares[n]);
-  float total = 0;
-  denominator = 0;
-  for (uint n = 0; n < SIMDS; n++) {
-    const float share = FAST_EXP(shares[n] - highest);
-    denominator = fma(shares[SIMDS + n], share, denominator);
-    total = fma(sums[n * MAX_DIM + tid], share, total);
+  UNROLL for (uint h = 0; h < SHARING; h++) {
+    BARRIER();
+    UNROLL for (uint j = 0; j < 8; j++) sums[sg * MAX_DIM + 4 * lane + j / 4 * 128 + j % 4] = head[h].sum[j];
+    if (lane == 0) shares[sg] = head[h].highest, shares[SIMDS + sg] = head[h].denominator;
+    BARRIER();
+    float highest = head[h].highest, total = 0, denominator = 0;
+    for (uint n = 0; n < SIMDS; n++) highest = max(highest, shares[n]);
+    for (uint n = 0; n < SIMDS; n++) {
+      const float share = FAST_EXP(shares[n] - highest);
+      denominator = fma(shares[SIMDS + n], share, denominator);
+      total = fma(sums[n * MAX_DIM + tid], share, total);
+    }
+    // Without a second head, the results of the first one are stored twice.
+    DEVICE float* to = partials + ((first_head + min(h, heads - 1)) * a.splits + tgid.z) * (dim + 2);
+    if (tid < dim) to[tid] = total;
+    if (tid == 0) to[dim] = highest, to[dim + 1] = denominator;
   }
-  DEVICE float* to = partials + (row / dim * a.splits + tgid.z) * (dim + 2);
-  if (tid < dim) to[tid] = total;
-  if (tid == 0) to[dim] = highest, to[dim + 1] = denominator;
 }
 
 #define ATTEND_BLOCKS(suffix, T)                                                                                       \
-  KERNEL(block_attention##suffix, ARGS(BlockArgs, a), IN(float, q, 1), IN(T, keys, 2), IN(T, values, 3),               \
-         IN(uint, tables, 4), IN(uint, selected, 5), OUT(float, partials, 6), IN(SequenceRow, rows, 7)) {              \
+  WIDE_KERNEL(block_attention##suffix, ARGS(BlockArgs, a), IN(float, q, 1), IN(T, keys, 2), IN(T, values, 3),          \
+              IN(uint, tables, 4), IN(uint, selected, 5), OUT(float, partials, 6), IN(SequenceRow, rows, 7)) {         \
     SHARED(float, sums, SIMDS * MAX_DIM);                                                                              \
     SHARED(float, shares, 2 * SIMDS);                                                                                  \
     AWAIT();                                                                                                           \
@@ -380,9 +239,9 @@ ATTEND_BLOCKS(, float)
 ATTEND_BLOCKS(_i16, short)
 
 #define ATTEND_QUANT_BLOCKS(suffix, BITS)                                                                              \
-  KERNEL(block_attention##suffix, ARGS(BlockArgs, a), IN(float, q, 1), IN(uchar, keys, 2), IN(uchar, values, 3),       \
-         IN(uint, tables, 4), IN(uint, selected, 5), OUT(float, partials, 6), IN(SequenceRow, rows, 7),                \
-         IN(float, recent_keys, 8), IN(float, recent_values, 9)) {                                                     \
+  WIDE_KERNEL(block_attention##suffix, ARGS(BlockArgs, a), IN(float, q, 1), IN(uchar, keys, 2), IN(uchar, values, 3),  \
+              IN(uint, tables, 4), IN(uint, selected, 5), OUT(float, partials, 6), IN(SequenceRow, rows, 7),           \
+              IN(float, recent_keys, 8), IN(float, recent_values, 9)) {                                                \
     SHARED(float, sums, SIMDS * MAX_DIM);                                                                              \
     SHARED(float, shares, 2 * SIMDS);                                                                                  \
     AWAIT();                                                                                                           \
@@ -439,7 +298,7 @@ enum { QUERIES = 16, STEP = 32, ROW_PITCH = MAX_DIM / 2 + 4, SCORE_PITCH = 20, P
 template <class T>
 FN void load_share(Cache<T> cache, CONSTANT BlockArgs& a, DEVICE const uint* table, uint kv, uint p,
                    THREAD float* v THREAD_IDS_PARAM) {
-  const CacheRow<T> row = row_of(cache, a, table, kv, p, 0);
+  const CacheRow<T> row = row_of(cache, a, page_block(table, a.kv_heads, kv, p), kv, p, 0);
   const float scale = scale_of(row, a.head_dim);
   UNROLL for (uint j = 0; j < 8; j++) {
     const uint i = tid % 8 * 8 + j / 2 * 64 + j % 2 * 4;

@@ -13,7 +13,8 @@ def compile(name, out):
     paths = [p for d in sys.path for p in glob.glob(d + "/nvidia/*/lib/libnvrtc.so.1*")] + ["libnvrtc.so"]
     nvrtc = ctypes.CDLL(os.environ.get("NVRTC") or paths[0])
     read = lambda file: open(os.path.join(KERNELS, file)).read()
-    files = ["quant", "tiles", name] + {"linear": ["code_tiles", "row_tiles", "short_prompt"], "moe": ["code_tiles", "expert_tiles"]}.get(name, [])
+    more = {"linear": ["code_tiles", "row_tiles", "short_prompt"], "moe": ["code_tiles", "expert_tiles"], "block_attention": ["block_selection"]}
+    files = ["quant", "tiles", name] + more.get(name, [])
     source = read("shim/cuda.h") + "".join(read(file + ".metal") for file in files)
     program = ctypes.c_void_p()
     nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), name.encode(), 0, None, None)

@@ -53,6 +53,7 @@ fn with_companions(file: &Path) -> Vec<PathBuf> {
     let more: &[&str] = match file.file_stem().and_then(|name| name.to_str()) {
         Some("linear") => &["code_tiles", "row_tiles", "short_prompt"],
         Some("moe") => &["code_tiles", "expert_tiles"],
+        Some("block_attention") => &["block_selection"],
         _ => &[],
     };
     let mut files = vec![file.to_owned()];
@@ -90,24 +91,24 @@ pub const MAIN_SOURCE: &str = "#include \"shim/host.h\"\n#include \"host/main.cp
 /// The units of a program with these kernel files. A unit has three files, because the compiler takes as long for the C++
 /// library as for a small file.
 fn units(files: &[PathBuf]) -> Vec<Unit> {
-    let used = |parts: &[&str]| parts.iter().map(|part| kernels().join(part)).collect::<Vec<_>>();
-    let unit = |files: &[PathBuf]| {
-        let source = kernel_source(files, true);
-        let mut files: Vec<_> = files.iter().flat_map(|file| with_companions(file)).collect();
-        files.extend(used(&["shim/host.h", "shim/fiber.h", "quant.metal", "tiles.metal"]));
-        Unit { source, files }
-    };
-    let main = Unit { source: MAIN_SOURCE.into(), files: used(&["shim/host.h", "shim/fiber.h", "host/main.cpp"]) };
+    let unit = |files: &[PathBuf]| Unit { source: kernel_source(files, true), files: included(files) };
+    let parts = ["shim/host.h", "shim/fiber.h", "host/main.cpp"].map(|part| kernels().join(part));
+    let main = Unit { source: MAIN_SOURCE.into(), files: parts.into() };
     files.chunks(3).map(unit).chain([main]).collect()
+}
+
+/// All files that the source of these kernel files includes.
+fn included(files: &[PathBuf]) -> Vec<PathBuf> {
+    let parts = ["shim/host.h", "shim/fiber.h", "quant.metal", "tiles.metal"].map(|part| kernels().join(part));
+    files.iter().flat_map(|file| with_companions(file)).chain(parts).collect()
 }
 
 /// The names of the kernels that need `tiles.metal`. Also checks that the others compile without this file.
 fn names_with_tiles() -> BTreeSet<String> {
     let names = |has_tiles| {
         let source = kernel_source(&all(), has_tiles);
-        let mut parts = vec![source.clone().into_bytes()];
-        let files = all().iter().flat_map(|file| with_companions(file)).collect::<Vec<_>>();
-        parts.extend(files.iter().map(|file| fs::read(file).unwrap()));
+        let mut parts = vec![format!("{} {source}", compiler()).into_bytes()];
+        parts.extend(included(&all()).iter().map(|file| fs::read(file).unwrap()));
         let text = made_once(&format!("{}.i", hex_hash(&parts)), |output| {
             let input = output.with_extension("cpp");
             fs::write(&input, &source).unwrap();

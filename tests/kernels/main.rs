@@ -2,6 +2,7 @@
 //! a Mac encodes.
 
 mod awake;
+mod block_selection;
 mod card;
 mod check;
 mod cost;

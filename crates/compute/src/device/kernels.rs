@@ -36,7 +36,7 @@ const MANY_REGISTERS: u32 = 128;
 pub const FILES: [KernelFile; 12] = [
     kernel_file!("attention", MANY_REGISTERS),
     kernel_file!("attention_prefill", REGISTERS),
-    kernel_file!("block_attention", REGISTERS),
+    kernel_file!("block_attention" + "block_selection", REGISTERS),
     kernel_file!("delta_net", REGISTERS),
     kernel_file!("embedding", REGISTERS),
     kernel_file!("kv_quant", MANY_REGISTERS),

@@ -10,30 +10,30 @@ use crate::{
 
 /// Maximum number of splits of the positions that a row attends to. The heads of one row would not fill a large GPU.
 const SPLITS: usize = 8;
-/// A launch on matrix units has this many times as many rows, because a row has one threadgroup for each key head.
-const HALF_ROWS: usize = 4;
+/// A launch on matrix units has this many times as many rows, because a row has only one threadgroup for each key head
+/// there.
+const HALF_ROWS: usize = 16;
 
 impl IndexerShape {
-    /// The kernels with the largest threadgroups.
-    const WIDE_KERNELS: [&'static str; 6] = [
-        "index_select",
-        "block_attention",
-        "block_attention_i16",
-        "block_attention_q8",
-        "block_attention_q4",
-        "block_attention_merge",
-    ];
+    /// The kernels with the largest threadgroups, besides `index_select`.
+    const WIDE_KERNELS: [&'static str; 5] =
+        ["block_attention", "block_attention_i16", "block_attention_q8", "block_attention_q4", "block_attention_merge"];
     /// The same kernels on matrix units.
     const WIDE_HALF_KERNELS: [&'static str; 2] = ["block_attention_prefill", "block_attention_prefill_i16"];
     /// Number of threads of these threadgroups.
     const THREADS: u32 = 256;
-    /// Maximum number of query heads in a threadgroup on matrix units.
+    /// Number of threads of `index_select`.
+    const SELECT_THREADS: u32 = 512;
+    /// Maximum number of query heads in a threadgroup.
+    const SHARING: usize = 2;
+    /// The same on matrix units.
     const QUERIES: usize = 16;
 
     /// The kernels with the largest threadgroups, and their numbers of threads.
     pub fn wide_kernels(has_matrix_units: bool) -> Vec<(&'static str, u32)> {
         let on_tiles = Self::WIDE_HALF_KERNELS.into_iter().filter(|_| has_matrix_units);
-        Self::WIDE_KERNELS.into_iter().chain(on_tiles).map(|kernel| (kernel, Self::THREADS)).collect()
+        let attention = Self::WIDE_KERNELS.into_iter().chain(on_tiles).map(|kernel| (kernel, Self::THREADS));
+        attention.chain([("index_select", Self::SELECT_THREADS)]).collect()
     }
 
     /// Number of floats of the queries, selection and scores of a row with `closed` closed blocks.
@@ -55,15 +55,19 @@ impl AttentionShape {
 }
 
 impl BlockAttention<'_> {
-    /// Splits the operation into parts: each has as many rows as fit into the buffer of partial results, at most `max`.
+    /// Splits the operation into parts of about the same size. Each has at most as many rows as fit into the buffer of
+    /// partial results, and at most `max`. On matrix units (`is_half`), attention has no splits in this buffer.
     pub(in crate::ops) fn parts(
         &self,
         max: usize,
+        is_half: bool,
         rows: Option<SequenceRows>,
     ) -> impl Iterator<Item = (Self, Option<SequenceRows>)> {
         let tokens = self.attention.tokens;
-        let row = self.indexer.row_scratch(self.closed(self.last(rows)).0) + self.attention.shape.split_floats();
-        let at_once = (self.attention.partials.len / (row * 4)).clamp(1, max);
+        let splits = if is_half { 0 } else { self.attention.shape.split_floats() };
+        let row = self.indexer.row_scratch(self.closed(self.last(rows)).0) + splits;
+        let most = (self.attention.partials.len / (row * 4)).clamp(1, max);
+        let at_once = tokens.div_ceil(tokens.div_ceil(most).max(1)).max(1);
         (0..tokens).step_by(at_once).map(move |first| {
             let count = at_once.min(tokens - first);
             (self.part(first, count), rows.map(|rows| rows.part(first, count)))
@@ -86,11 +90,13 @@ impl BlockAttention<'_> {
         let is_half = is_half && self.attention.shape.recent.is_none();
         let max = if is_half { max * HALF_ROWS } else { max };
         let of_part = move |part: Self| {
-            let [rows, scores, select, attend, merge] = part.part_launches(None);
-            let attend = if is_half { vec![part.half_launch()] } else { vec![attend, merge] };
-            [rows, scores, select].into_iter().chain(attend)
+            if is_half {
+                let selection = part.selection_launches(true, None);
+                return selection.into_iter().chain([part.half_launch()]).collect();
+            }
+            Vec::from(part.part_launches(None))
         };
-        Ok(self.parts(max, None).flat_map(move |(part, _)| of_part(part)))
+        Ok(self.parts(max, is_half, None).flat_map(move |(part, _)| of_part(part)))
     }
 
     /// The attention of a part of a prompt's rows on matrix units, with the gate.
@@ -101,22 +107,17 @@ impl BlockAttention<'_> {
         let values = tokens * shape.heads * shape.dim;
         let parts = (shape.heads / shape.kv_heads).div_ceil(IndexerShape::QUERIES);
         let [full, integers] = IndexerShape::WIDE_HALF_KERNELS;
-        Launch {
-            kernel: shape.kernel([full, integers, full, full]),
-            args: self.args(None),
-            bindings: vec![
-                Binding::read(attention.q.floats(values)),
-                Binding::read(attention.cache.keys),
-                Binding::read(attention.cache.values),
-                Binding::read(attention.cache.table),
-                Binding::read(self.scratch(None)[1]),
-                Binding::read(attention.proj.floats(tokens * shape.width())),
-                Binding::write(attention.y.floats(values)),
-            ],
-            grid: [(shape.kv_heads * parts) as u32, tokens as u32, 1],
-            threads: IndexerShape::THREADS,
-            skip: SkipUse::None,
-        }
+        let bindings = vec![
+            Binding::read(attention.q.floats(values)),
+            Binding::read(attention.cache.keys),
+            Binding::read(attention.cache.values),
+            Binding::read(attention.cache.table),
+            Binding::read(self.scratch(true, None)[1]),
+            Binding::read(attention.proj.floats(tokens * shape.width())),
+            Binding::write(attention.y.floats(values)),
+        ];
+        let kernel = shape.kernel([full, integers, full, full]);
+        self.launch(kernel, bindings, [shape.kv_heads * parts, tokens, 1], IndexerShape::THREADS, None)
     }
 
     /// Number of scores of a row: one for each closed block of the row with the most.
@@ -124,14 +125,15 @@ impl BlockAttention<'_> {
         self.closed(self.last(rows)).0.max(1)
     }
 
-    /// Queries `[tokens, heads * dim]`, selections `[tokens, blocks]`, scores `[tokens, stride]` and splits `[tokens,
-    /// attention heads, SPLITS, head dim + 2]`.
-    pub(in crate::ops) fn scratch(&self, rows: Option<SequenceRows>) -> [Region; 4] {
+    /// Queries `[tokens, heads * dim]`, selections `[tokens, blocks]`, the parts of splits, which matrix units (`is_half`)
+    /// do not need, and scores `[tokens, stride]`. Scores are last, because their number grows with the position, and only
+    /// launches with the same addresses are replayed as a graph.
+    pub(in crate::ops) fn scratch(&self, is_half: bool, rows: Option<SequenceRows>) -> [Region; 4] {
         let shape = self.indexer;
         let Attention { shape: attention, tokens, partials, .. } = self.attention;
-        let splits = attention.split_floats();
+        let splits = if is_half { 0 } else { attention.split_floats() };
         let mut first = 0;
-        [shape.heads * shape.dim, shape.blocks, self.stride(rows), splits].map(|row| {
+        [shape.heads * shape.dim, shape.blocks, splits, self.stride(rows)].map(|row| {
             let region = partials.rows(first, tokens * row, 1);
             first += tokens * row;
             region
@@ -160,26 +162,40 @@ impl BlockAttention<'_> {
     /// The launches of a part: queries and keys, scores, selection, attention, merge. If `of_rows` is given, each row
     /// belongs to another sequence.
     pub(in crate::ops) fn part_launches(&self, of_rows: Option<SequenceRows>) -> [Launch; 5] {
-        let indexer = self.indexer;
-        let attention = &self.attention;
+        let [rows, scores, select] = self.selection_launches(false, of_rows);
+        let [attend, merge] = self.split_launches(of_rows);
+        [rows, scores, select, attend, merge]
+    }
+
+    fn launch(
+        &self,
+        kernel: &'static str,
+        bindings: Vec<Binding>,
+        grid: [usize; 3],
+        threads: u32,
+        of_rows: Option<SequenceRows>,
+    ) -> Launch {
         let args = self.args(of_rows);
-        let shape = attention.shape;
-        let tokens = attention.tokens;
-        let [queries, selected, scores, splits] = self.scratch(of_rows);
-        let table = attention.cache.table;
-        let sequences = Binding::read(of_rows.map_or(table, |rows| rows.table));
-        let rows = tokens as u32;
-        let values = tokens * shape.heads * shape.dim;
-        let launch = |kernel, bindings, grid: [u32; 2], threads| {
-            let grid = [grid[0], grid[1], 1];
-            Launch { kernel, args: args.clone(), bindings, grid, threads, skip: SkipUse::None }
-        };
+        Launch { kernel, args, bindings, grid: grid.map(|count| count as u32), threads, skip: SkipUse::None }
+    }
+
+    /// The buffer with the sequence of each row. Without `of_rows`, it is not read.
+    fn sequences(&self, of_rows: Option<SequenceRows>) -> Binding {
+        Binding::read(of_rows.map_or(self.attention.cache.table, |rows| rows.table))
+    }
+
+    /// Queries and keys, scores and selection of a part. `is_half` as in [`BlockAttention::scratch`].
+    fn selection_launches(&self, is_half: bool, of_rows: Option<SequenceRows>) -> [Launch; 3] {
+        let indexer = self.indexer;
+        let Attention { tokens, cache, .. } = self.attention;
+        let [queries, selected, _, scores] = self.scratch(is_half, of_rows);
+        let sequences = self.sequences(of_rows);
         let keys = vec![
             Binding::read(self.index.floats(tokens * indexer.width())),
             Binding::read(self.norm_rope.q_norm.floats(indexer.dim)),
             Binding::read(self.norm_rope.k_norm.floats(indexer.dim)),
             Binding::read(self.norm_rope.rope_table.floats(tokens * indexer.rope_dim)),
-            Binding::read(table),
+            Binding::read(cache.table),
             Binding::write(queries),
             Binding::read_write(self.cache.keys),
             Binding::read_write(self.cache.recent),
@@ -188,44 +204,50 @@ impl BlockAttention<'_> {
         let score = vec![
             Binding::read(queries),
             Binding::read(self.cache.keys),
-            Binding::read(table),
+            Binding::read(cache.table),
             Binding::write(scores),
             sequences,
         ];
+        let select = vec![Binding::read(scores), Binding::write(selected), sequences];
+        let groups = self.stride(of_rows).div_ceil(128);
+        [
+            self.launch("index_rows", keys, [indexer.heads + 1, tokens, 1], 32, of_rows),
+            self.launch("index_scores", score, [groups, tokens, 1], 128, of_rows),
+            self.launch("index_select", select, [tokens, 1, 1], IndexerShape::SELECT_THREADS, of_rows),
+        ]
+    }
+
+    /// Attention in splits, and their merge.
+    fn split_launches(&self, of_rows: Option<SequenceRows>) -> [Launch; 2] {
+        let Attention { shape, tokens, q, cache, proj, y, .. } = self.attention;
+        let [_, selected, splits, _] = self.scratch(false, of_rows);
+        let sequences = self.sequences(of_rows);
+        let values = tokens * shape.heads * shape.dim;
         let mut attend = vec![
-            Binding::read(attention.q.floats(values)),
-            Binding::read(attention.cache.keys),
-            Binding::read(attention.cache.values),
-            Binding::read(table),
+            Binding::read(q.floats(values)),
+            Binding::read(cache.keys),
+            Binding::read(cache.values),
+            Binding::read(cache.table),
             Binding::read(selected),
             Binding::write(splits),
             sequences,
         ];
         let merge = vec![
             Binding::read(splits),
-            Binding::read(attention.proj.floats(tokens * shape.width())),
-            Binding::write(attention.y.floats(values)),
+            Binding::read(proj.floats(tokens * shape.width())),
+            Binding::write(y.floats(values)),
             sequences,
         ];
         if shape.recent.is_some() {
-            attend.extend(shape.rings(attention.cache.recent, of_rows).map(Binding::read));
+            attend.extend(shape.rings(cache.recent, of_rows).map(Binding::read));
         }
         let kernel =
             shape.kernel(["block_attention", "block_attention_i16", "block_attention_q8", "block_attention_q4"]);
+        let threads = IndexerShape::THREADS;
+        let parts = (shape.heads / shape.kv_heads).div_ceil(IndexerShape::SHARING);
         [
-            launch("index_rows", keys, [indexer.heads as u32 + 1, rows], 32),
-            launch("index_scores", score, [self.stride(of_rows).div_ceil(128) as u32, rows], 128),
-            launch(
-                "index_select",
-                vec![Binding::read(scores), Binding::write(selected), sequences],
-                [rows, 1],
-                IndexerShape::THREADS,
-            ),
-            Launch {
-                grid: [shape.heads as u32, rows, SPLITS as u32],
-                ..launch(kernel, attend, [1, 1], IndexerShape::THREADS)
-            },
-            launch("block_attention_merge", merge, [shape.heads as u32, rows], IndexerShape::THREADS),
+            self.launch(kernel, attend, [shape.kv_heads * parts, tokens, SPLITS], threads, of_rows),
+            self.launch("block_attention_merge", merge, [shape.heads, tokens, 1], threads, of_rows),
         ]
     }
 }
@@ -235,7 +257,7 @@ impl BlockAttentionRows<'_> {
     /// of one sequence.
     pub(in crate::ops) fn launches(&self, max: usize) -> Result<impl Iterator<Item = Launch>, DeviceError> {
         self.attend.check_ring(1)?;
-        let parts = self.attend.parts(max, Some(self.rows));
+        let parts = self.attend.parts(max, false, Some(self.rows));
         let attention = parts.flat_map(|(part, rows)| part.part_launches(rows));
         Ok(std::iter::once(self.write.launch_rows(Some(self.rows))).chain(attention))
     }
@@ -246,35 +268,57 @@ mod tests {
     use super::*;
     use crate::ops::{KvCache, KvFormat, QkNormRope, block_attention::IndexCache};
 
-    #[test]
-    fn launches_fit_into_the_partial_results() {
-        let context = 40_000;
-        let shape = &AttentionShape {
-            heads: 24,
-            kv_heads: 2,
-            dim: 256,
-            rope_dim: 64,
-            eps: 1e-6,
-            context,
-            format: KvFormat::I16,
-            recent: None,
-        };
-        let indexer = &IndexerShape { heads: 4, dim: 128, rope_dim: 64, ratio: 4, blocks: 512, eps: 1e-6 };
+    const SHAPE: AttentionShape = AttentionShape {
+        heads: 24,
+        kv_heads: 2,
+        dim: 256,
+        rope_dim: 64,
+        eps: 1e-6,
+        context: 40_000,
+        format: KvFormat::I16,
+        recent: None,
+    };
+    const INDEXER: IndexerShape = IndexerShape { heads: 4, dim: 128, rope_dim: 64, ratio: 4, blocks: 512, eps: 1e-6 };
+
+    /// Attention with a buffer of `len` bytes for partial results.
+    fn attention(start: usize, tokens: usize, len: usize) -> BlockAttention<'static> {
         let region = |len| Region { buffer: 0, offset: 0, len };
         let all = region(1 << 40);
         let norm_rope = QkNormRope { q_norm: all, k_norm: all, rope_table: all };
-        for len in [indexer.gpu_scratch(shape, context) * 4, 64 << 20] {
+        let cache = KvCache { keys: all, values: all, table: all, recent: Default::default() };
+        let partials = region(len);
+        let attention = Attention { shape: &SHAPE, start, tokens, q: all, cache, proj: all, partials, y: all };
+        let cache = IndexCache { keys: all, recent: all, capacity: 4096 };
+        BlockAttention { attention, indexer: &INDEXER, index: all, norm_rope, cache }
+    }
+
+    #[test]
+    fn launches_fit_into_the_partial_results() {
+        for len in [INDEXER.gpu_scratch(&SHAPE, SHAPE.context) * 4, 64 << 20] {
             for (start, tokens) in [(0, 2048), (32_768, 2048), (39_990, 10), (39_999, 1)] {
-                let cache = KvCache { keys: all, values: all, table: all, recent: Default::default() };
-                let attention =
-                    Attention { shape, start, tokens, q: all, cache, proj: all, partials: region(len), y: all };
-                let cache = IndexCache { keys: all, recent: all, capacity: 4096 };
-                let op = BlockAttention { attention, indexer, index: all, norm_rope, cache };
+                let op = attention(start, tokens, len);
                 for is_half in [false, true] {
                     // A region beyond the end of the buffer panics.
                     let rows = op.launches(128, is_half).unwrap().filter(|launch| launch.kernel == "index_rows");
                     assert_eq!(rows.map(|launch| launch.grid[1] as usize).sum::<usize>(), tokens);
                 }
+            }
+        }
+    }
+
+    /// A GPU replays a graph only for launches with the same addresses.
+    #[test]
+    fn addresses_do_not_depend_on_the_position() {
+        for tokens in [1, 4] {
+            let addresses = |start| -> Vec<_> {
+                let op = attention(start, tokens, 64 << 20);
+                let launches = op.launches(128, false).unwrap();
+                let of = |launch: Launch| launch.bindings.into_iter().map(|binding| binding.region.offset);
+                launches.flat_map(of).collect()
+            };
+            let first = addresses(0);
+            for start in [1, 2, 3, 4, 5, 511, 2047, 2048, 32_768, 39_000] {
+                assert_eq!(addresses(start), first, "{tokens} rows at {start}");
             }
         }
     }

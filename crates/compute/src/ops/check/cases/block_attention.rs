@@ -170,11 +170,11 @@ fn compare(b: &mut KernelCheck<'_, impl Driver>, op: &BlockAttention<'_>) -> Res
     let tokens = op.attention.tokens;
     let width = shape.heads * shape.dim;
     let row_scores = on_cpu.scores.len() / tokens;
-    for (part, _) in op.parts(MAX_PART, None) {
+    for (part, _) in op.parts(MAX_PART, false, None) {
         let [rows, score, select, attend, merge] = part.part_launches(None).map(|launch| b.launch(launch));
         let first = part.attention.start - op.attention.start;
         let count = part.attention.tokens;
-        let [queries, selected, scores, _] = part.scratch(None);
+        let [queries, selected, _, scores] = part.scratch(false, None);
         b.expect(CLOSE, &rows, queries, &on_cpu.queries[first * width..][..count * width])?;
         let selected = b.on_gpu(selected)?;
         let scores = b.on_gpu(scores)?;
