@@ -9,7 +9,8 @@ pub fn toml_error(text: &str, error: &toml::de::Error) -> String {
     let line = before.matches('\n').count() + 1;
     let start = before.rfind('\n').map_or(0, |at| at + 1);
     let message = error.message();
-    let message = if message.contains("i128") { "the number is too large; write it in quotes" } else { message };
+    let is_too_large = message.contains("i128") || message.contains("too large");
+    let message = if is_too_large { "the number is too large; write it in quotes" } else { message };
     format!("line {line}, column {}: {message}", before[start..].chars().count() + 1)
 }
 
