@@ -361,10 +361,13 @@ fn killed_server_keeps_its_snapshots() {
     assert_eq!(health["prompt_cache"]["disk"]["bytes"], 0);
     assert_eq!(second.chat(&turns[3])["usage"]["prompt_tokens_details"]["cached_tokens"], 0);
 
-    // Unloading the model writes the remaining snapshots. Clearing the cache then removes them although no model is
-    // loaded.
+    // Unloading the model, which begins when it is idle, writes the remaining snapshots. Clearing the cache then removes
+    // them although no model is loaded.
     second.ask("POST", "/models/unload", &json!({"model": "moestro-demo"}).to_string());
-    assert!(files(dir.path()) > 0);
+    while files(dir.path()) == 0 {
+        assert!(std::time::Instant::now() < deadline, "no snapshot was written");
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
     assert_eq!(second.ask("DELETE", "/prompt_cache", ""), "");
     // A snapshot that was being written is removed when the write ends.
     while files(dir.path()) > 0 {
