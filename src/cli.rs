@@ -107,10 +107,10 @@ pub struct ServeArgs {
     #[command(flatten)]
     pub model: ModelArgs,
     /// Address or host name to listen on; 0.0.0.0 means all addresses
-    #[arg(long, env = "MOESTRO_HOST", default_value = "127.0.0.1", value_parser = values::host, help_heading = "Server")]
+    #[arg(long, env = "MOESTRO_HOST", default_value = values::DEFAULT_HOST, value_parser = values::host, help_heading = "Server")]
     pub host: String,
     /// Port to listen on; 0 means a free port
-    #[arg(long, env = "MOESTRO_PORT", default_value_t = 5413, value_parser = values::port, help_heading = "Server")]
+    #[arg(long, env = "MOESTRO_PORT", default_value_t = values::DEFAULT_PORT, value_parser = values::port, help_heading = "Server")]
     pub port: u16,
     /// Serve Ollama's API on this port, too, for tools that support no other API [default: off; Ollama itself uses
     /// 11434]

@@ -20,7 +20,8 @@ pub struct ModelArgs {
     #[arg(env = "MOESTRO_MODEL", value_name = "MODEL", value_parser = NonEmptyStringValueParser::new())]
     pub model: Option<String>,
     /// The same as MODEL
-    #[arg(short = 'm', long = "model", id = values::MODEL_OPTION, value_name = "MODEL", value_parser = NonEmptyStringValueParser::new())]
+    #[arg(short = 'm', long = "model", id = values::MODEL_OPTION, value_name = "MODEL")]
+    #[arg(value_parser = NonEmptyStringValueParser::new())]
     pub option: Option<String>,
 }
 
@@ -149,10 +150,10 @@ pub struct ModelsDirArgs {
 #[derive(Debug, Clone, Args)]
 pub struct RemoteArgs {
     /// Address of the server
-    #[arg(long, env = "MOESTRO_HOST", default_value = "127.0.0.1", value_parser = values::host, help_heading = "Server")]
+    #[arg(long, env = "MOESTRO_HOST", default_value = values::DEFAULT_HOST, value_parser = values::host, help_heading = "Server")]
     pub host: String,
     /// Port of the server
-    #[arg(long, env = "MOESTRO_PORT", default_value_t = 5413, value_parser = values::port, help_heading = "Server")]
+    #[arg(long, env = "MOESTRO_PORT", default_value_t = values::DEFAULT_PORT, value_parser = values::port, help_heading = "Server")]
     pub port: u16,
     /// API key of the server
     #[arg(long, env = "MOESTRO_API_KEY", value_name = "KEY", hide_env_values = true, value_parser = values::key, help_heading = "Server")]

@@ -304,6 +304,10 @@ pub fn duration(text: &str) -> Result<Duration, String> {
         .ok_or_else(|| "it is not a duration such as 90s, 30m or 2h".into())
 }
 
+/// The address at which a server listens by default.
+pub const DEFAULT_HOST: &str = "127.0.0.1";
+pub const DEFAULT_PORT: u16 = 5413;
+
 /// An address or a host name. An IPv6 address may have brackets, as in a URL.
 pub fn host(text: &str) -> Result<String, String> {
     let bare = text.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(text);

@@ -3,7 +3,7 @@
 use super::text::print_line;
 use crate::service::{Service, ServiceCommand, ServiceManager, ServiceStep, command_line};
 use crate::{
-    cli::{self, Command},
+    cli::{self, Command, values},
     config::{
         self, ServeConfig,
         config_file::{self, sentence},
@@ -25,9 +25,6 @@ const CACHES: [&str; 4] = ["HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "
 const DIRECTORIES: [&str; 4] = ["HF_TOKEN_PATH", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME"];
 /// Further variables that a server reads. Settings have their own variables.
 const OTHERS: [&str; 3] = ["CUDA_VISIBLE_DEVICES", "HF_ENDPOINT", "HF_HUB_OFFLINE"];
-/// The address of a service that is started on demand.
-const DEFAULT_HOST: &str = "127.0.0.1";
-const DEFAULT_PORT: u16 = 5413;
 /// The variable of a setting that must not be in the file of a service.
 const API_KEY: &str = "MOESTRO_API_KEY";
 
@@ -60,9 +57,9 @@ pub fn run(args: cli::ServiceArgs) -> Result<(), CommandError> {
         home: env::home_dir().ok_or_else(|| failed("your home directory"))?,
         user: os::user(),
         is_confined: matches!(action, ServiceCommand::Install) && manager.can_confine(),
-        on_demand: install
-            .on_demand
-            .then(|| (install.host.unwrap_or(DEFAULT_HOST.into()), install.port.unwrap_or(DEFAULT_PORT))),
+        on_demand: install.on_demand.then(|| {
+            (install.host.unwrap_or(values::DEFAULT_HOST.into()), install.port.unwrap_or(values::DEFAULT_PORT))
+        }),
     };
     if install.dry_run {
         for step in service.steps(manager, action) {

@@ -331,7 +331,7 @@ fn repeated_parameter_keeps_its_first_value() {
 }
 
 #[test]
-fn unfinished_tag_keeps_the_type_of_a_value() {
+fn unfinished_tag_keeps_a_values_type() {
     for (name, value) in [("n", "5"), ("o", "{\"a\": [1]}"), ("b", "true"), ("maybe", "null")] {
         for tag in
             ["\n<", "\n</", "\n</para", "\n</parameter", "</param", "\n<param", "\n</func", "\n  </tool_c", "\r\n</p"]
@@ -379,7 +379,7 @@ fn characters_without_width_between_tags_are_markup() {
 }
 
 #[test]
-fn tags_that_are_no_markup_of_the_tool_stay() {
+fn tags_of_other_markup_stay() {
     for line in [
         "<parameter name=\"x\">",
         "<parameter name=\"n\">",
