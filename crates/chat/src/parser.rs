@@ -31,7 +31,8 @@
 //! * an opening tag may be repeated before the value, with a closing tag of its own or without. If the call already has a
 //!   value of the parameter, a later value is dropped, because the first one may be sent already;
 //! * line feeds around tags may be missing or follow a carriage return, and closing tags may be indented;
-//! * text between the parameters of a call is content;
+//! * text between the parameters of a call is content, and so is text before the end of its `<tool_call>`;
+//! * `<parameter=TOOL>` before the first parameter is read like `<function=TOOL>`;
 //! * the arguments may be one JSON object instead of parameters, also in a Markdown fence. `parser/json_call.rs` reads it;
 //! * a call without an end tag is closed when the model ends the answer. Its arguments are the arguments so far. An
 //!   incomplete tag after a complete value is markup and is dropped, also after a number or another value that is no
@@ -89,6 +90,8 @@ pub struct Parser {
     before: usize,
     /// Byte ranges of content in the whole text since the last call of [`Parser::spans`].
     spans: Vec<Range<usize>>,
+    /// True if the last call has no `</tool_call>` so far.
+    call_is_open: bool,
     /// True if a call ended the reasoning without a `</think>`.
     reasoning_ended_by_call: bool,
     /// Number of tool calls so far.
@@ -280,7 +283,7 @@ impl Parser {
         self.prose.consume(length);
         self.emit(Delta::Reasoning(text));
         match mark {
-            Some(Mark::Call) => {
+            Some(Mark::Call | Mark::Closing) => {
                 self.reasoning_ended_by_call = true;
                 self.open_call(end)
             }
@@ -321,6 +324,7 @@ impl Parser {
         self.take_content(length);
         self.prose.consume(length);
         match mark {
+            Some(Mark::Closing) => self.to(ParserState::Closing { in_call: true }),
             Some(_) => self.open_call(end),
             None if end == InputEnd::MoreToCome => StepResult::NeedMoreText,
             None => self.drop_rest(),
@@ -329,8 +333,8 @@ impl Parser {
 
     fn scan_prose(&mut self, end: InputEnd, in_reasoning: bool) -> Found {
         let length = self.before + self.buffer.len();
-        let Self { tools, scanner, prose, .. } = self;
-        let mut finder = CallFinder { tools, scanner, length, in_reasoning, end };
+        let Self { tools, scanner, prose, call_is_open, .. } = self;
+        let mut finder = CallFinder { tools, scanner, length, in_reasoning, call_is_open: *call_is_open, end };
         prose.scan(&self.buffer[self.at..], end, |text, starts_line| finder.judge(text, starts_line))
     }
 
@@ -341,7 +345,7 @@ impl Parser {
         let is_exact = is_constrained && self.rest().starts_with("<tool_call>\n<function=");
         let after = after_tool_calls(self.rest()).unwrap_or_default().len();
         self.at = self.buffer.len() - after;
-        match tag_at(self.rest()) {
+        match self.tools.tag_at(self.rest(), &[]) {
             TagAt::Found(Tag { kind: TagKind::Function(name), length, .. }) => self.start_call(name, length, is_exact),
             _ => self.json_calls(0, end),
         }
@@ -376,7 +380,7 @@ impl Parser {
         } else {
             self.skip(0);
         }
-        match tag_at(self.rest()) {
+        match self.tools.tag_at(self.rest(), &self.call.parameters) {
             TagAt::Unfinished if end == InputEnd::MoreToCome => StepResult::NeedMoreText,
             TagAt::Unfinished => {
                 self.end_call(end);
@@ -520,12 +524,13 @@ impl Parser {
 
     /// Drops closing tags after a call.
     fn closing(&mut self, in_call: bool, end: InputEnd) -> StepResult {
+        self.call_is_open = in_call;
         let after = after_gap(self.rest()).unwrap_or_default();
         let is_extra = |c: char| in_call && (is_space(c) || "}],`".contains(c));
         let next = after.trim_start_matches(is_extra);
         let extra = &after[..after.len() - next.len()];
         let skip = self.rest().len() - next.len();
-        match tag_at(next) {
+        match self.tools.tag_at(next, &[]) {
             _ if skip > MAX_GAP => self.to(ParserState::Content),
             TagAt::Found(Tag { kind: TagKind::Function(name), length, is_exact })
                 if in_call && extra.is_empty() && (is_exact || self.tools.has(&name)) =>

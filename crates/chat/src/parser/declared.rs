@@ -1,5 +1,6 @@
 //! The names of the tools of a request and of their parameters.
 
+use super::tags::{Tag, TagAt, TagKind, after_gap, tag_at};
 use crate::schema::{Document, ValueType, any_value, parameter_sets, without_nulls};
 use serde_json::Value;
 use std::collections::BTreeSet;
@@ -19,6 +20,23 @@ impl Tools {
 
     pub fn has(&self, name: &str) -> bool {
         functions(&self.0, name).next().is_some()
+    }
+
+    /// Reads the tag at the start of `text`. Models also write `<parameter=TOOL>` before the first parameter of a call.
+    /// `parameters` are those of the call that the text belongs to.
+    pub fn tag_at(&self, text: &str, parameters: &[String]) -> TagAt {
+        let tag = tag_at(text);
+        let TagAt::Found(Tag { kind: TagKind::Parameter(name), length, is_exact }) = &tag else { return tag };
+        if !self.has(name) || parameters.contains(name) {
+            return tag;
+        }
+        match after_gap(&text[*length..]).map_or(TagAt::Other, tag_at) {
+            TagAt::Unfinished => TagAt::Unfinished,
+            TagAt::Found(Tag { kind: TagKind::Parameter(_), .. }) => {
+                TagAt::Found(Tag { kind: TagKind::Function(name.clone()), length: *length, is_exact: *is_exact })
+            }
+            _ => tag,
+        }
     }
 
     /// The values of a parameter of a tool. Strings if its schema does not specify them.

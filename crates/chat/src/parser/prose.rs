@@ -11,6 +11,8 @@ use super::{
 /// What a `<` in prose may start.
 pub(super) enum Mark {
     Call,
+    /// A closing tag of the call before the text.
+    Closing,
     EndThink,
 }
 
@@ -73,6 +75,9 @@ impl Prose {
             if c == '<' {
                 match judge(&text[at..], !self.has_text) {
                     Reading::Found(Mark::EndThink) => return Found { at, mark: Some(Mark::EndThink) },
+                    Reading::Found(Mark::Closing) if self.fence.is_none() => {
+                        return Found { at, mark: Some(Mark::Closing) };
+                    }
                     Reading::Found(Mark::Call) if self.quoted.is_none() => {
                         match self.is_quoted(&text[at..], end != InputEnd::MoreToCome) {
                             Some(true) => {}

@@ -2,6 +2,7 @@
 //!
 //! * `<tool_call>` and `<function=NAME>` start a call. A repeated tag is dropped, and so is a tag of another format, such as
 //!   `<tool_calls>`, `<|tool_call|>` and `<function_calls>`;
+//! * `<parameter=NAME>` of a known tool before another `<parameter=P>` starts a call like `<function=NAME>`;
 //! * `<tool_call>` and JSON with the name of a known tool start a call, also in a Markdown fence after the tag;
 //! * `<function=NAME>` of a known tool starts a call without `<tool_call>` if a `<parameter=P>`, a `</function>`
 //!   or a JSON object and a closing tag follow, and if it starts or ends a line. Any other name is content;
@@ -9,7 +10,7 @@
 //!   closed, the call is a call;
 //! * a call of a known tool inside the reasoning ends the reasoning. A `</think>` right after the call is dropped;
 //! * reasoning without `</think>` is reasoning up to the end of the text;
-//! * any other `<tool_call>` is content, unchanged.
+//! * any other `<tool_call>` is content, unchanged. So is text before the `</tool_call>` of a call, but not that tag.
 
 use super::{
     declared::Tools,
@@ -25,6 +26,8 @@ pub(super) struct CallFinder<'a> {
     /// Length of the whole answer so far.
     pub length: usize,
     pub in_reasoning: bool,
+    /// True after a call without `</tool_call>`.
+    pub call_is_open: bool,
     pub end: InputEnd,
 }
 
@@ -39,8 +42,11 @@ impl CallFinder<'_> {
             return if is_half { Reading::Unfinished } else { Reading::Other };
         }
         let Some(function) = after_tool_calls(text) else { return Reading::Other };
+        if self.call_is_open && starts_line && text.starts_with("</") {
+            return tag_at(text).and_then(|tag| tag.kind.closes().then_some(Mark::Closing));
+        }
         let is_bare = function.len() == text.len();
-        let (name, length, is_exact) = match tag_at(function) {
+        let (name, length, is_exact) = match self.tools.tag_at(function, &[]) {
             TagAt::Unfinished => return Reading::Unfinished,
             TagAt::Found(Tag { kind: TagKind::Function(name), length, is_exact }) => (name, length, is_exact),
             TagAt::Other if !is_bare => {

@@ -1,5 +1,6 @@
 mod json;
 mod malformed;
+mod misplaced;
 mod quoted;
 
 use super::*;

@@ -13,7 +13,7 @@ use super::{
     argument::{PendingArgument, PendingCall},
     declared::Tools,
     quotes::Quotes,
-    tags::{InputEnd, Tag, TagAt, TagKind, is_space, tag_at},
+    tags::{InputEnd, Tag, TagAt, TagKind, is_space},
 };
 
 /// Follows a value up to its end. Offsets count from the start of the value.
@@ -215,7 +215,7 @@ impl ValueScanner {
         let last = end != InputEnd::MoreToCome;
         while let Some(c) = text[self.position - self.consumed..].chars().next() {
             let rest = &text[self.position - self.consumed..];
-            let tag = if c == '<' { tag_at(rest) } else { TagAt::Other };
+            let tag = if c == '<' { tools.tag_at(rest, &call.parameters) } else { TagAt::Other };
             // A value may be about the tags of other formats.
             let is_foreign = matches!(tag, TagAt::Found(Tag { kind: TagKind::ToolCall, is_exact: false, .. }));
             let tag = if is_foreign { TagAt::Other } else { tag };
@@ -421,7 +421,10 @@ impl ValueScanner {
             }
             return;
         }
-        let is_first = |candidate: &&mut EndCandidate| !(ends_call && candidate.is_past_call());
+        // After a `</parameter>` and text, closing tags of the call alone are no end: models write text in a call.
+        let is_first = |candidate: &&mut EndCandidate| {
+            candidate.kind == CandidateKind::EndParameter || !(ends_call && candidate.is_past_call())
+        };
         if let Some(candidate) = self.candidate.as_mut().filter(is_first) {
             return candidate.close();
         }

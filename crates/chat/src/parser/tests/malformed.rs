@@ -137,6 +137,7 @@ fn write_call(
         2 => writeln!(text, "<function={name}"),
         _ => writeln!(text, "<function={name}>"),
     };
+    let header = text.rfind("<function=").expect("a header");
     let mut arguments = Map::new();
     let mut is_open = *is_plain;
     let mut quoting = false;
@@ -154,6 +155,10 @@ fn write_call(
         is_open |= write_parameter(dice, text, (parameter, value), quotes, is_open);
         quoting |= quotes;
         arguments.insert(parameter.into(), serde_json::from_str(&json).expect("JSON"));
+    }
+    if !arguments.is_empty() && dice.below(8) == 0 {
+        let call = text.split_off(header);
+        text.push_str(&call.replacen("<function=", "<parameter=", 1));
     }
     let is_filled = arguments.values().next_back().is_some_and(|value| value != "");
     if let Some(parameter) =
@@ -239,7 +244,7 @@ fn broken_calls_have_expected_arguments() {
 }
 
 /// The arguments of the call with this body.
-fn read(body: &str) -> Vec<String> {
+pub(super) fn read(body: &str) -> Vec<String> {
     whole(false, &format!("<tool_call>\n<function=f>\n{body}"))
 }
 

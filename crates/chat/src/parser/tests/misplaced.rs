@@ -1,0 +1,42 @@
+//! Calls with headers, names and text at the wrong place.
+
+use super::{
+    malformed::{answer, read},
+    *,
+};
+
+#[test]
+fn text_before_end_of_call_is_content() {
+    for (rest, content) in [
+        ("</function>\nI list it.\n</tool_call>", "\nI list it."),
+        ("</function>\nI list it.\n</function>\n</tool_call>", "\nI list it."),
+        ("</function>\nOne.\n</function>\nTwo.\n</tool_call>\nThree.", "\nOne.\nTwo.\nThree."),
+        ("</function>\nA\n```\n</tool_call>\n```", "\nA\n```\n</tool_call>\n```"),
+        ("</function>\n</tool_call>\nA line is\n</tool_call>", "\nA line is\n</tool_call>"),
+    ] {
+        let deltas = read(&format!("<parameter=s>\nx\n</parameter>\n{rest}"));
+        let expected = (content.to_owned(), vec![("f".to_owned(), json!({"s": "x"}))]);
+        assert_eq!(answer(deltas), expected, "{rest}");
+    }
+}
+
+#[test]
+fn parameter_tag_with_tool_name_is_call() {
+    let [one, two] =
+        ["f", "g"].map(|name| format!("<parameter={name}>\n<parameter=s>\nx\n</parameter>\n</function>\n"));
+    for (text, names) in [
+        (format!("<tool_call>\n{one}</tool_call>"), "f"),
+        (format!("<tool_call>\n{one}</tool_call>\n<tool_call>\n{two}</tool_call>"), "fg"),
+        (format!("<tool_call>\n{one}{two}</tool_call>"), "fg"),
+        (format!("Ok.\n\n{one}{two}"), "fg"),
+        (format!("<tool_call>\n<function=f>\n{one}</tool_call>"), "f"),
+        (one.replace("=f", "=h"), ""),
+        (one.replace("<parameter=s>\nx\n</parameter>\n", ""), ""),
+        (format!("`{one}`"), ""),
+    ] {
+        let (_, calls) = answer(streamed(false, &tools_f_and_g(), &text, false));
+        let called: String = calls.iter().map(|(name, _)| name.as_str()).collect();
+        assert_eq!(called, names, "{text}");
+        assert!(calls.iter().all(|(_, arguments)| *arguments == json!({"s": "x"})), "{text}: {calls:?}");
+    }
+}
