@@ -488,6 +488,41 @@ fn open_and_counted_parameters_are_enforced() {
 }
 
 #[test]
+fn optional_parameters_come_in_any_order() {
+    let whole = json!({"type": "integer"});
+    let parameters = json!({"type": "object", "required": ["path", "mode"], "properties": {
+        "path": {"type": "string"}, "offset": whole, "limit": whole, "mode": {"enum": ["r", "w"]}, "all": {"type": "boolean"}}});
+    let tools = [tool("f", &parameters)];
+    let text = |names: &str| {
+        let value = |name: &str| match name {
+            "path" => "/x",
+            "mode" => "r",
+            "all" => "true",
+            _ => "5",
+        };
+        let parameters = names.split(' ').map(|name| format!("<parameter={name}>\n{}\n</parameter>\n", value(name)));
+        format!("<tool_call>\n<function=f>\n{}</function>\n</tool_call>", parameters.collect::<String>())
+    };
+    let constraint = compile(&call_format(&tools, false)).unwrap();
+    for (names, is_allowed) in [
+        ("path mode", true),
+        ("path offset limit mode all", true),
+        ("limit path offset all mode", true),
+        ("all limit offset path mode", true),
+        ("path limit mode offset", true),
+        ("mode path", false),
+        ("path limit", false),
+    ] {
+        let mut constraint = constraint.clone();
+        let mut is_next = |id| allowed(&constraint.allowed().unwrap()).contains(&id) && constraint.accept(id).is_ok();
+        let ids = GRAMMARS.tokenizer.encode(&text(names)).unwrap();
+        assert_eq!(ids.into_iter().all(&mut is_next), is_allowed, "{names}");
+    }
+    let read = calls(&tools, &text("all limit path limit mode"));
+    assert_eq!(read[0].1, json!({"all": true, "limit": 5, "path": "/x", "mode": "r"}));
+}
+
+#[test]
 fn name_patterns_without_a_name_are_refused() {
     for pattern in ["^<a>$", "^ $", "^$", "^'x'$", "^a\nb$", "^[^\\s\\S]$"] {
         let parameters = json!({"type": "object", "properties": {"a": {"type": "boolean"}},

@@ -10,8 +10,10 @@
 //! </tool_call>
 //! ```
 //!
-//! Parameters come in the order of the schema. Parameters that are not required may be left out. The value of a string
-//! is raw text up to the closing tag: see [`raw_text`](super::raw_text). Every other value is JSON.
+//! Required parameters come in the order of the schema. The others come in any order between them, because models choose
+//! another order: a model that writes `limit` first could not write `offset` any more. The reader drops a repeated
+//! parameter. The value of a string is raw text up to the closing tag: see [`raw_text`](super::raw_text). Every other
+//! value is JSON.
 
 use super::{
     CancelFlag,
@@ -188,9 +190,17 @@ impl ToolWriter<'_> {
         if self.strict && (too_many || too_few) {
             return Err(error("cannot be enforced in a strict tool with optional parameters"));
         }
-        let mut sequence = String::new();
-        for (parameter, is_required) in listed {
-            let _ = if is_required { write!(sequence, " {parameter}") } else { write!(sequence, " ({parameter})?") };
+        let (required, optional): (Vec<_>, Vec<_>) = listed.into_iter().partition(|(_, is_required)| *is_required);
+        let mut any_optional = String::new();
+        if !optional.is_empty() {
+            let name = format!("optional_{}_{}", self.index, self.grammar.lark.len());
+            any_optional = format!(" {name}{{0,{}}}", optional.len());
+            let optional: Vec<String> = optional.into_iter().map(|(parameter, _)| parameter).collect();
+            let _ = writeln!(self.grammar.lark, "{name}: {}", optional.join(" | "));
+        }
+        let mut sequence = any_optional.clone();
+        for (parameter, _) in required {
+            let _ = write!(sequence, " {parameter}{any_optional}");
         }
         if !open.is_empty() && open_max > 0 {
             let _ = write!(sequence, " ({}){{{open_min},{open_max}}}", open.join(" | "));
