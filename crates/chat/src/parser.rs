@@ -27,13 +27,14 @@
 //! * closing tags may be repeated or misspelt: `</param>`, `</ function>`, `</parameter` without `>`. They are not content
 //!   directly after a call;
 //! * names may be quoted (`<parameter="P">`) or be attributes (`<parameter name="P">`, `<invoke name="NAME">`). The `>`
-//!   after the name of a known parameter or tool may be missing at the end of a line;
+//!   after the name of a known parameter or tool may be missing at the end of a line, or before the value of a parameter;
 //! * an opening tag may be repeated before the value, with a closing tag of its own or without. If the call already has a
 //!   value of the parameter, a later value is dropped, because the first one may be sent already;
 //! * line feeds around tags may be missing or follow a carriage return, and closing tags may be indented;
 //! * text between the parameters of a call is content, and so is text before the end of its `<tool_call>`;
 //! * `<parameter=TOOL>` before the first parameter is read like `<function=TOOL>`;
-//! * the arguments may be one JSON object instead of parameters, also in a Markdown fence. `parser/json_call.rs` reads it;
+//! * the arguments may be one JSON object instead of parameters, also in a Markdown fence or in `<parameter=arguments>`:
+//!   see `parser/json_call.rs`;
 //! * a call without an end tag is closed when the model ends the answer. Its arguments are the arguments so far. An
 //!   incomplete tag after a complete value is markup and is dropped, also after a number or another value that is no
 //!   string. An incomplete value is kept, and becomes a string if it is not valid JSON;
@@ -387,6 +388,9 @@ impl Parser {
                 self.drop_rest()
             }
             TagAt::Found(Tag { kind, length, is_exact }) => match kind {
+                TagKind::Parameter(name) if self.call.wraps(&name) && !self.call.is_exact => {
+                    self.json_body(Some((name, length)), end)
+                }
                 TagKind::Parameter(name) if is_exact || self.call.knows(&name) => self.start_argument(name, length),
                 TagKind::Parameter(_) => self.stray_text(),
                 // The end of a value, or a repeated tag.
@@ -399,20 +403,21 @@ impl Parser {
                     self.to(ParserState::Closing { in_call: true })
                 }
             },
-            TagAt::Other if self.call.seen.is_empty() && !is_stray => self.json_body(end),
+            TagAt::Other if self.call.seen.is_empty() && !is_stray => self.json_body(None, end),
             TagAt::Other => self.stray_text(),
         }
     }
 
-    /// Reads arguments that are written as one JSON object.
-    fn json_body(&mut self, end: InputEnd) -> StepResult {
-        let rest = &self.buffer[self.at..];
-        let text = after_opening(rest).unwrap_or_default();
-        let skip = rest.len() - text.len();
-        match self.scanner.object(self.before + self.at + skip, text, end) {
+    /// Reads arguments that are written as one JSON object, also after the tag of a parameter, whose name and length are
+    /// `wrapper`.
+    fn json_body(&mut self, wrapper: Option<(String, usize)>, end: InputEnd) -> StepResult {
+        let at = self.at + wrapper.as_ref().map_or(0, |(_, length)| *length);
+        let text = after_opening(&self.buffer[at..]).unwrap_or_default();
+        let start = self.buffer.len() - text.len();
+        match self.scanner.object(self.before + start, text, end) {
             JsonAt::Found((json, length)) => {
                 self.arguments(json);
-                self.at += skip + length;
+                self.at = start + length;
                 self.to(ParserState::Closing { in_call: true })
             }
             JsonAt::Unfinished if end == InputEnd::MoreToCome => StepResult::NeedMoreText,
@@ -421,7 +426,10 @@ impl Parser {
                 self.arguments(start.to_owned());
                 self.drop_rest()
             }
-            JsonAt::Unfinished | JsonAt::Other => self.stray_text(),
+            JsonAt::Unfinished | JsonAt::Other => match wrapper {
+                Some((name, length)) => self.start_argument(name, length),
+                None => self.stray_text(),
+            },
         }
     }
 

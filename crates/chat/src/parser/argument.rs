@@ -1,6 +1,9 @@
 //! A tool call whose text is still being streamed: its id, and its arguments written as JSON.
 
-use super::json_types::{is_nested, is_string_from, to_json};
+use super::{
+    json_call::ARGUMENTS,
+    json_types::{is_nested, is_string_from, to_json},
+};
 use crate::schema::ValueType;
 use serde_json::Value;
 use std::{
@@ -27,6 +30,15 @@ impl PendingCall {
     /// True if the tool has a parameter `name`.
     pub fn knows(&self, name: &String) -> bool {
         self.parameters.is_empty() || self.parameters.contains(name)
+    }
+
+    /// True if `name` stands for all parameters, of which the call has none yet.
+    pub fn wraps(&self, name: &str) -> bool {
+        let is_wrapper = ARGUMENTS.contains(&&*Value::from(name).to_string());
+        is_wrapper
+            && self.seen.is_empty()
+            && !self.parameters.is_empty()
+            && !self.parameters.iter().any(|known| known == name)
     }
 
     /// True if the tool has a parameter `name` that the call does not have yet.

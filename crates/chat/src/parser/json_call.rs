@@ -10,7 +10,7 @@ use serde::de::IgnoredAny;
 use serde_json::{Deserializer, Value};
 
 /// The names of arguments, as JSON.
-const ARGUMENTS: [&str; 3] = ["\"arguments\"", "\"parameters\"", "\"input\""];
+pub(super) const ARGUMENTS: [&str; 3] = ["\"arguments\"", "\"parameters\"", "\"input\""];
 
 /// A call with its arguments, a JSON object in the model's spelling.
 pub(super) struct JsonCall {
@@ -99,9 +99,27 @@ impl JsonScanner {
     }
 }
 
+/// The object or array at the start of `text`, without further closing brackets. `None` if other text follows.
+pub(super) fn without_extra_brackets(text: &str) -> Option<&str> {
+    let mut scanner = JsonScanner::default();
+    for c in text.chars() {
+        if !scanner.push(c) {
+            return None;
+        }
+        scanner.position += c.len_utf8();
+        if scanner.closing.is_empty() {
+            break;
+        }
+    }
+    let (json, rest) = text.split_at(scanner.position);
+    rest.trim_end_matches(|c: char| c.is_whitespace() || "}]".contains(c)).is_empty().then_some(json)
+}
+
 /// The calls in an object or in an array of objects. `None` for any other JSON and for calls of unknown tools.
 fn calls(json: &str, tools: &Tools) -> Option<Vec<JsonCall>> {
-    let json = normalized(json)?;
+    // Models also write the tag of a call as the first member.
+    let with_tag = || normalized(&format!("{{\"name\": \"{}", json.strip_prefix("{\"function=")?));
+    let json = normalized(json).or_else(with_tag)?;
     let calls = if json.starts_with('[') { parts(&json).0 } else { vec![&*json] };
     let calls: Vec<_> = calls.into_iter().map(|call| read_call(call, tools)).collect::<Option<_>>()?;
     (!calls.is_empty()).then_some(calls)

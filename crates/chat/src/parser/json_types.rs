@@ -1,6 +1,6 @@
 //! Converts the raw text of a parameter to JSON of a type that its schema allows.
 
-use super::python;
+use super::{json_call::without_extra_brackets, python};
 use crate::{
     json_numbers, json_repair,
     schema::{TypeSet, ValueType},
@@ -28,7 +28,7 @@ pub(super) fn is_nested(allowed: &ValueType, start: &str) -> bool {
 /// Text that parses as an allowed type keeps the model's spelling, such as the digits of a number. Any other text
 /// is a string. If a string is allowed together with another type, a word of an `enum` is a string, and other text
 /// that parses as the other type has that type. Models also write `null` where the schema does not allow it, and
-/// values in Python's spelling, in a Markdown fence or in a JSON string. All of these are accepted unless the
+/// values in Python's spelling, in a Markdown fence, in a JSON string or with too many brackets. All of these are accepted unless the
 /// parameter may be a string; `None` is also accepted for a string that may be null, because templates of models
 /// print null so.
 pub(super) fn to_json(allowed: &ValueType, text: &str) -> String {
@@ -36,6 +36,8 @@ pub(super) fn to_json(allowed: &ValueType, text: &str) -> String {
     let value = if is_word { None } else { other_value(allowed, text.trim()) };
     let inner = || if allowed.has_strings() { None } else { unwrapped(text.trim()) };
     let value = value.or_else(|| other_value(allowed, inner()?.trim()));
+    let extra = || if allowed.has_strings() { None } else { without_extra_brackets(text.trim()) };
+    let value = value.or_else(|| other_value(allowed, extra()?));
     value.unwrap_or_else(|| Value::from(text).to_string())
 }
 
@@ -222,6 +224,10 @@ mod tests {
             ("integer", "\"5\"", "5"),
             ("boolean", "\"true\"", "true"),
             ("boolean", "\"False\"", "false"),
+            ("object", "{\"a\": \"}\"}}", r#"{"a": "}"}"#),
+            ("array", "['a']\n]}", r#"["a"]"#),
+            ("object", "{\"a\": 1}}x", r#""{\"a\": 1}}x""#),
+            ("object", "{\"a\": 1]", r#""{\"a\": 1]""#),
             ("object", "\"[1]\"", r#""\"[1]\"""#),
             ("array", "```json\n{}\n```", r#""```json\n{}\n```""#),
             ("string", "\"5\"", r#""\"5\"""#),

@@ -56,7 +56,9 @@ impl CallFinder<'_> {
             TagAt::Found(_) | TagAt::Other => return Reading::Other,
         };
         let is_known = self.tools.has(&name);
-        if !is_bare && is_exact && (is_known || !self.in_reasoning) {
+        // The client answers a call of an unknown tool. Other text, such as a template's, is no name.
+        let is_name = name.chars().all(|c| c.is_alphanumeric() || "_-.:/".contains(c));
+        if !is_bare && is_exact && (is_known || is_name && !self.in_reasoning) {
             return Reading::Found(Mark::Call);
         }
         let (header, body) = function.split_at(length);

@@ -45,7 +45,7 @@ impl TagKind {
 pub(super) struct Tag {
     pub kind: TagKind,
     pub length: usize,
-    /// False if the tag is misspelt: a wrong closing tag, a missing `>`, `name=`, or attributes after the name.
+    /// False if the tag is misspelt: a wrong closing tag, a missing `>`, `name=`, or attributes or a value after the name.
     pub is_exact: bool,
 }
 
@@ -93,6 +93,8 @@ pub(super) fn tag_at(text: &str) -> TagAt {
                 TagAt::Other
             }
         }
+        // Models also write it around JSON.
+        "function" if after.starts_with('>') => found(TagKind::ToolCall, start + 1, false),
         "function" => header(after, start, TagKind::Function, is_plain),
         "invoke" => header(after, start, TagKind::Function, false),
         "parameter" => header(after, start, TagKind::Parameter, is_plain),
@@ -125,6 +127,10 @@ fn header(after: &str, word: usize, kind: fn(String) -> TagKind, is_plain: bool)
     let whole = after[..end].trim();
     let inner = if is_parameter { without_attributes(whole) } else { whole };
     let is_closed = after[end..].starts_with('>');
+    if let Some(name) = unclosed_name(whole).filter(|_| is_parameter && !is_closed && inner == whole) {
+        // The value follows the name.
+        return found(kind(name.into()), word + 1 + name.len() + 1, false);
+    }
     let is_attribute = after.starts_with([' ', '\t']) && inner.starts_with("name");
     let value = if is_attribute { inner["name".len()..].trim_start() } else { inner };
     let Some(name) = value.strip_prefix('=') else { return TagAt::Other };
@@ -140,6 +146,12 @@ fn header(after: &str, word: usize, kind: fn(String) -> TagKind, is_plain: bool)
     // A carriage return belongs to the line end.
     let end = if is_closed { end + 1 } else { after[..end].trim_end_matches('\r').len() };
     found(kind(name.into()), word + end, is_plain && is_closed && !is_attribute && inner == whole)
+}
+
+/// The name in `=NAME VALUE` or `=NAME=VALUE`. `None` if there is no value.
+fn unclosed_name(text: &str) -> Option<&str> {
+    let (name, value) = text.strip_prefix('=')?.split_once([' ', '\t', '='])?;
+    (!name.is_empty() && !name.starts_with(['"', '\'']) && !value.trim().is_empty()).then_some(name)
 }
 
 /// The text before attributes such as `type="string"`, which models of other formats write after the name of a parameter.

@@ -164,6 +164,7 @@ fn malformed_call_is_content() {
         "a\n<tool_call>\n{\"name\": \"g\"}\n</tool_call>",
         "a <tool_call>\n<function=f",
         "a <tool_call>\n<function=>",
+        "<tool_call>\n<function={{ tool.name }}>\n</function>\n</tool_call>",
         "a <tool_call>\n<function=f\n>",
         "a <tool_ca",
         "a \n",

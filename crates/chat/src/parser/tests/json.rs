@@ -43,6 +43,8 @@ fn json_between_tags_is_call() {
         "<tool_call>\n<function name=\"f\">\n{\"n\": 1}\n</function>\n</tool_call>",
         "<function=f>\n{\"n\": 1}\n</function>",
         "<function=f>{\"n\": 1}</function>",
+        "<function>\n{\"name\": \"f\", \"arguments\": {\"n\": 1}}\n</function>",
+        "<tool_call>\n{\"function=f\", \"arguments\": {\"n\": 1}}\n</tool_call>",
     ] {
         let (content, calls) = answer(parse(false, text));
         assert_eq!((content.as_str(), calls), ("", vec![("f".to_owned(), json!({"n": 1}))]), "{text}");

@@ -40,3 +40,32 @@ fn parameter_tag_with_tool_name_is_call() {
         assert!(calls.iter().all(|(_, arguments)| *arguments == json!({"s": "x"})), "{text}: {calls:?}");
     }
 }
+
+#[test]
+fn header_without_bracket_keeps_its_value() {
+    for (header, value) in [
+        ("<parameter=s ls -l\n", "ls -l"),
+        ("<parameter=s=ls -l\n", "ls -l"),
+        ("<parameter=s=ls", "ls"),
+        ("<parameter=s a = b\nc\n", "a = b\nc"),
+        ("<parameter=s \nx\n", "x"),
+    ] {
+        let deltas = read(&format!("{header}</parameter>\n<parameter=n>\n1\n</parameter>\n</function>"));
+        let expected = ("f".to_owned(), json!({"s": value, "n": 1}));
+        assert_eq!(answer(deltas), (String::new(), vec![expected]), "{header}");
+    }
+    assert_eq!(answer(read("<parameter=other x\n</parameter>\n</function>")).1, [("f".to_owned(), json!({}))]);
+}
+
+#[test]
+fn object_in_one_parameter_is_all_arguments() {
+    for (body, arguments) in [
+        ("<parameter=arguments>\n{\"n\": 1}\n</parameter>\n</function>", json!({"n": 1})),
+        ("<parameter=input>{'n': 1}}\n", json!({"n": 1})),
+        ("<parameter=parameters>\n```json\n{\"n\": 1}\n```\n</parameter>", json!({"n": 1})),
+        ("<parameter=arguments>\n[1]\n</parameter>", json!({"arguments": "[1]"})),
+        ("<parameter=n>\n1\n</parameter>\n<parameter=input>\n{}\n</parameter>", json!({"n": 1, "input": "{}"})),
+    ] {
+        assert_eq!(answer(read(body)), (String::new(), vec![("f".to_owned(), arguments)]), "{body}");
+    }
+}
