@@ -9,9 +9,12 @@ use serde_json::Value;
 
 /// True if a text that starts with `start` is a string, however it continues.
 pub(super) fn is_string_from(allowed: &ValueType, start: &str) -> bool {
-    allowed.has_strings()
-        && TypeSet::NULL.has(allowed.others)
-        && !["null", "None"].iter().any(|word| word.starts_with(start.trim()))
+    let start = start.trim();
+    let may_be = |types: TypeSet| allowed.others.has_any(types);
+    let may_be_null = may_be(TypeSet::NULL) && ["null", "None"].iter().any(|word| word.starts_with(start));
+    let may_be_nested =
+        may_be(TypeSet::ARRAY.or(TypeSet::OBJECT)) && (start.is_empty() || start.starts_with(['[', '{']));
+    allowed.has_strings() && !may_be(TypeSet::BOOLEAN.or(TypeSet::NUMBER)) && !may_be_null && !may_be_nested
 }
 
 /// True if a text that starts with `start` is an array or an object.
@@ -143,6 +146,8 @@ mod tests {
         assert_eq!(read(json!({"items": {}}), "[]"), "[]");
         assert_eq!(read(json!({"$ref": "#/$defs/Loop"}), "1"), "\"1\"");
         assert_eq!(read(json!({}), "1"), "\"1\"");
+        assert_eq!(read(json!({"title": "Value"}), "{\"a\": [1]}"), "{\"a\": [1]}");
+        assert_eq!(read(json!(true), "['a']"), "\"['a']\"");
         assert!(Tools::new(&[]).values("f", "p").others.is_empty());
     }
 

@@ -36,11 +36,12 @@ pub struct ValueType {
 }
 
 impl ValueType {
-    /// The values that all `schemas` allow. If they name no type, the value is a string.
+    /// The values that all `schemas` allow. If they name no type, a text that is an array or an object is one, because
+    /// templates print these as JSON, and any other text is a string.
     pub fn of(schemas: &[&Value], document: &Document<'_>) -> Self {
         let mut all = TypeReader { document, steps_left: MAX_STEPS, infers_types: true }.all(schemas);
         if !all.is_typed {
-            all.others = TypeSet::default();
+            all.others = all.others.and(TypeSet::ARRAY.or(TypeSet::OBJECT));
         }
         all
     }
