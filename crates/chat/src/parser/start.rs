@@ -5,7 +5,8 @@
 //! * `<parameter=NAME>` of a known tool before another `<parameter=P>` starts a call like `<function=NAME>`;
 //! * `<tool_call>` and JSON with the name of a known tool start a call, also in a Markdown fence after the tag;
 //! * `<function=NAME>` of a known tool starts a call without `<tool_call>` if a `<parameter=P>`, a `</function>`
-//!   or a JSON object and a closing tag follow, and if it starts or ends a line. Any other name is content;
+//!   or a JSON object and a closing tag follow, and if it starts or ends a line. Any other name is content. So does
+//!   `<function name="NAME">` before a `<parameter=P>`;
 //! * a call in a Markdown fence, in inline code or between quotation marks is text. If the answer ends before the fence is
 //!   closed, the call is a call;
 //! * a call of a known tool inside the reasoning ends the reasoning. A `</think>` right after the call is dropped;
@@ -64,9 +65,9 @@ impl CallFinder<'_> {
         let (header, body) = function.split_at(length);
         let line = body.trim_start_matches([' ', '\t', '\r']);
         let is_on_edge = starts_line || line.is_empty() || line.starts_with('\n');
-        // `<function name="NAME">` without `<tool_call>` is XML.
-        let is_attribute = !is_exact && header.ends_with('>');
-        if !is_known || (is_bare && (is_attribute || !is_on_edge)) {
+        // `<function name="NAME">` without `<tool_call>` is XML, unless a `<parameter=P>` follows.
+        let may_be_xml = is_bare && !is_exact && header.ends_with('>');
+        if !is_known || (is_bare && !is_on_edge) {
             return Reading::Other;
         }
         let Some(after) = after_opening(body) else { return Reading::Other };
@@ -77,7 +78,8 @@ impl CallFinder<'_> {
             JsonAt::Other => (body, false),
         };
         let is_body = |tag: Tag| match tag.kind {
-            kind if is_json => kind.closes(),
+            kind if is_json => kind.closes() && !may_be_xml,
+            kind if may_be_xml => tag.is_exact && matches!(kind, TagKind::Parameter(_)),
             kind => !matches!(kind, TagKind::ToolCall | TagKind::EndToolCall),
         };
         after_gap(next).map_or(TagAt::Other, tag_at).and_then(|tag| is_body(tag).then_some(Mark::Call))

@@ -468,8 +468,14 @@ fn quoted_tags_stay_in_their_value() {
 fn function_without_tool_call_is_call() {
     let body = "<parameter=s>\nx\n</parameter>\n</function>";
     for (before, reasoning) in [("", false), ("Ok.\n\n", false), ("Ok.", false), ("so\n", true)] {
-        for end in ["", "\n</tool_call>", "\n</tool_call>\n</tool_call>"] {
-            let text = format!("{before}<function=f>\n{body}{end}");
+        for (header, end) in [
+            ("<function=f>", ""),
+            ("<function=f>", "\n</tool_call>"),
+            ("<function=f>", "\n</tool_call>\n</tool_call>"),
+            ("<function name=\"f\">", ""),
+            ("<invoke name='f'>", "\n</invoke>"),
+        ] {
+            let text = format!("{before}{header}\n{body}{end}");
             let mut expected = vec!["0 f".to_owned(), r#"0 {"s":"x"}"#.to_owned()];
             if !before.is_empty() {
                 expected.insert(0, format!("{} {}", if reasoning { "R" } else { "C" }, before.trim()));
