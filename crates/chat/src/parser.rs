@@ -325,7 +325,10 @@ impl Parser {
         self.take_content(length);
         self.prose.consume(length);
         match mark {
-            Some(Mark::Closing) => self.to(ParserState::Closing { in_call: true }),
+            Some(Mark::Closing) => {
+                self.skip_tool_calls();
+                self.to(ParserState::Closing { in_call: true })
+            }
             Some(_) => self.open_call(end),
             None if end == InputEnd::MoreToCome => StepResult::NeedMoreText,
             None => self.drop_rest(),
@@ -339,13 +342,19 @@ impl Parser {
         prose.scan(&self.buffer[self.at..], end, |text, starts_line| finder.judge(text, starts_line))
     }
 
+    /// Consumes white space and the `<tool_call>` after it.
+    fn skip_tool_calls(&mut self) {
+        self.skip(0);
+        let after = after_tool_calls(self.rest()).unwrap_or_default().len();
+        self.at = self.buffer.len() - after;
+    }
+
     /// Starts the call at the next `<tool_call>` or `<function=NAME>`.
     fn open_call(&mut self, end: InputEnd) -> StepResult {
         self.skip(0);
         let is_constrained = self.exact_calls != ExactCalls::None;
         let is_exact = is_constrained && self.rest().starts_with("<tool_call>\n<function=");
-        let after = after_tool_calls(self.rest()).unwrap_or_default().len();
-        self.at = self.buffer.len() - after;
+        self.skip_tool_calls();
         match self.tools.tag_at(self.rest(), &[]) {
             TagAt::Found(Tag { kind: TagKind::Function(name), length, .. }) => self.start_call(name, length, is_exact),
             _ => self.json_calls(0, end),

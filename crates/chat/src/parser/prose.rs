@@ -11,7 +11,7 @@ use super::{
 /// What a `<` in prose may start.
 pub(super) enum Mark {
     Call,
-    /// A closing tag of the call before the text.
+    /// A closing tag of the call before the text, or an empty call.
     Closing,
     EndThink,
 }

@@ -11,6 +11,7 @@
 //!   closed, the call is a call;
 //! * a call of a known tool inside the reasoning ends the reasoning. A `</think>` right after the call is dropped;
 //! * reasoning without `</think>` is reasoning up to the end of the text;
+//! * `<tool_call>` and `</tool_call>` with nothing between them are dropped if they start a line;
 //! * any other `<tool_call>` is content, unchanged. So is text before the `</tool_call>` of a call, but not that tag.
 
 use super::{
@@ -53,6 +54,10 @@ impl CallFinder<'_> {
             TagAt::Other if !is_bare => {
                 let calls = self.scanner.calls(self.length - function.len(), function, self.end, self.tools);
                 return calls.and_then(|_| Some(Mark::Call));
+            }
+            // Models write a call without anything in it, which would be content of the next prompt.
+            TagAt::Found(Tag { kind: TagKind::EndToolCall, .. }) if !is_bare && starts_line && !self.in_reasoning => {
+                return Reading::Found(Mark::Closing);
             }
             TagAt::Found(_) | TagAt::Other => return Reading::Other,
         };

@@ -69,3 +69,19 @@ fn object_in_one_parameter_is_all_arguments() {
         assert_eq!(answer(read(body)), (String::new(), vec![("f".to_owned(), arguments)]), "{body}");
     }
 }
+
+#[test]
+fn empty_call_is_dropped() {
+    let call = "<tool_call>\n<function=f>\n</function>\n</tool_call>";
+    for (text, expected) in [
+        ("Ok.\n\n<tool_call>\n</tool_call>", vec!["C Ok."]),
+        ("<tool_call></tool_call>", vec![]),
+        ("<tool_call>\n</tool_call>\nOk.", vec!["C \nOk."]),
+        (&format!("<tool_call>\n</tool_call>\n{call}"), vec!["0 f", "0 {}"]),
+        (&format!("{call}\n<tool_call>\n</tool_call>"), vec!["0 f", "0 {}"]),
+        ("Write <tool_call></tool_call> here", vec!["C Write <tool_call></tool_call> here"]),
+        ("```\n<tool_call>\n</tool_call>\n```", vec!["C ```\n<tool_call>\n</tool_call>\n```"]),
+    ] {
+        assert_eq!(whole(false, text), expected, "{text}");
+    }
+}
