@@ -43,9 +43,21 @@ FN float conv_input(CONSTANT DeltaArgs& a, DEVICE const float* proj, DEVICE cons
 // A threadgroup computes one head for conv_tokens tokens: at least three, so that only the first one reads the state.
 FN uint conv_tokens(uint tokens) { return tokens > 16 ? 16 : 4; }
 
+// Column `c` of the convolution of at most four tokens from `t`. All inputs are loaded before the first one is used.
+FN void convolve_four(CONSTANT DeltaArgs& a, DEVICE const float* proj, DEVICE const float* replay,
+                      DEVICE const float* conv_weight, DEVICE const float* state, uint channels, uint t, uint count,
+                      uint c, THREAD float* y) {
+  float x[7], w[4];
+  UNROLL for (uint n = 0; n < 7; n++)
+    x[n] = n < 3 + count ? conv_input(a, proj, replay, state, channels, a.replay + t + n, c) : 0.0f;
+  UNROLL for (uint n = 0; n < 4; n++) w[n] = conv_weight[n * channels + c];
+  UNROLL for (uint n = 0; n < 4; n++)
+    y[n] = silu(fma(w[3], x[n + 3], fma(w[2], x[n + 2], fma(w[1], x[n + 1], w[0] * x[n]))));
+}
+
 KERNEL(causal_conv, ARGS(DeltaArgs, a), IN(float, all_proj, 1), IN(float, replay, 2), IN(float, conv_weight, 3),
        OUT(float, states, 4), OUT(float, all_out, 5), IN(SequenceRow, rows, 6), IN(uint, skip, 7)) {
-  SHARED(float, part, 4);
+  SHARED(float, part, 16);
   const uint keys = 2 * a.key_heads, head = tgid.x;
   const uint each = conv_tokens(a.tokens), begin = tgid.y * each, end = min(begin + each, a.tokens);
   const uint channels = keys * a.dk + a.value_heads * a.dv;
@@ -58,27 +70,36 @@ KERNEL(causal_conv, ARGS(DeltaArgs, a), IN(float, all_proj, 1), IN(float, replay
   if (sg < 3) PREFETCH(state + sg * channels + first, size * 4);
   AWAIT();
   if (is_skipped(a.can_skip, skip)) return;
-  for (uint t = begin; t < end; t++) {
-    float squares = 0;
-    for (uint i = tid; i < size; i += 128) {
-      const uint c = first + i, row = a.replay + t;
-      const float s0 = conv_input(a, proj, replay, state, channels, row, c);
-      const float s1 = conv_input(a, proj, replay, state, channels, row + 1, c);
-      const float s2 = conv_input(a, proj, replay, state, channels, row + 2, c), x = proj[ulong(t) * a.width + c];
-      const float w0 = conv_weight[c], w1 = conv_weight[channels + c];
-      const float w2 = conv_weight[2 * channels + c], w3 = conv_weight[3 * channels + c];
-      const float y = silu(fma(w3, x, fma(w2, s2, fma(w1, s1, w0 * s0))));
-      out[ulong(t) * channels + c] = y;
-      squares = fma(y, y, squares);
+  for (uint t = begin; t < end; t += 4) {
+    const uint count = min(end - t, 4u);
+    if (head >= keys) {
+      for (uint i = tid; i < size; i += 128) {
+        float y[4];
+        convolve_four(a, proj, replay, conv_weight, state, channels, t, count, first + i, y);
+        UNROLL for (uint n = 0; n < 4; n++)
+          if (n < count) out[ulong(t + n) * channels + first + i] = y[n];
+      }
+      continue;
     }
-    if (head >= keys) continue;
-    squares = SIMD_SUM(squares);
-    if (lane == 0) part[sg] = squares;
+    // A thread has at most two columns of a key.
+    float y[8] = {};
+    UNROLL for (uint j = 0; j < 2; j++)
+      if (tid + 128 * j < size)
+        convolve_four(a, proj, replay, conv_weight, state, channels, t, count, first + tid + 128 * j, y + 4 * j);
+    UNROLL for (uint n = 0; n < 4; n++) {
+      const float squares = SIMD_SUM(fma(y[4 + n], y[4 + n], y[n] * y[n]));
+      if (lane == 0) part[n * 4 + sg] = squares;
+    }
     BARRIER();
-    const float norm = sqrt(part[0] + part[1] + part[2] + part[3] + a.eps);
-    const float scale = (head < a.key_heads ? 1.0f / sqrt(float(a.dk)) : 1.0f) / norm;
-    BARRIER();  // before the next token overwrites part
-    for (uint i = tid; i < size; i += 128) out[ulong(t) * channels + first + i] *= scale;
+    UNROLL for (uint n = 0; n < 4; n++) {
+      THREADGROUP const float* sums = part + n * 4;
+      const float norm = sqrt(sums[0] + sums[1] + sums[2] + sums[3] + a.eps);
+      const float scale = (head < a.key_heads ? 1.0f / sqrt(float(a.dk)) : 1.0f) / norm;
+      UNROLL for (uint j = 0; j < 2; j++)
+        if (n < count && tid + 128 * j < size)
+          out[ulong(t + n) * channels + first + tid + 128 * j] = y[4 * j + n] * scale;
+    }
+    BARRIER();  // before the next tokens overwrite part
   }
   // Only the threadgroups of the first tokens read the state, and each thread reads and writes only its own columns. So
   // the state can be overwritten without a barrier.

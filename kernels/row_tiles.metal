@@ -20,14 +20,20 @@ enum { SPLIT_PLAIN, SPLIT_NORMED, SPLIT_HEADS, SPLIT_SWIGLU };
 // `has_units_of_32`: the order of the columns.
 struct SplitArgs { uint cols, stride, source, heads, size; float eps; uint has_units_of_32; };
 
-// 1 / rms of the head of a column, from its sums of squares, in the order of gated_rms_norm.
+// 1 / rms of the head of a column, from its sums of squares, in the order of gated_rms_norm. Eight sums are loaded
+// together.
 FN float head_factor(CONSTANT SplitArgs& a, DEVICE const float* squares, uint row, uint column) {
   const uint count = a.size / 4, quarter = (count + 3) / 4;
   DEVICE const float* from = squares + ulong(row) * count * a.heads + column / a.size;
   float total = 0;
-  for (uint q = 0; q < 4; q++) {
+  UNROLL for (uint q = 0; q < 4; q++) {
+    const uint end = min((q + 1) * quarter, count);
     float sum = 0;
-    for (uint i = q * quarter; i < min((q + 1) * quarter, count); i++) sum += from[i * a.heads];
+    for (uint i = q * quarter; i < end; i += 8) {
+      float v[8];
+      UNROLL for (uint j = 0; j < 8; j++) v[j] = i + j < end ? from[(i + j) * a.heads] : 0.0f;
+      UNROLL for (uint j = 0; j < 8; j++) sum += v[j];
+    }
     total += sum;
   }
   return 1.0f / sqrt(total / float(a.size) + a.eps);
@@ -44,14 +50,16 @@ KERNEL(split_rows, ARGS(SplitArgs, a), IN(float, x, 1), IN(float, w, 2), OUT(uin
   const uint group = tgid.x * 4 + sg, groups = a.cols / GROUP, quarter = lane / 8, side = lane / 4 % 2, step = lane % 4;
   AWAIT();
   if (group >= groups) return;
-  float v[2], sum = 0, square = 0, max_abs = 0;
+  float v[2], sum = 0, square = 0, max_abs = 0, factor = 1;
+  // A head has a multiple of 16 columns, so both columns are in the same head.
+  if (a.source == SPLIT_HEADS) factor = head_factor(a, w, tgid.y, group * GROUP + quarter * 16 + side * 8);
   UNROLL for (uint i = 0; i < 2; i++) {
     const uint column = group * GROUP + quarter * 16 + side * 8 + step + i * 4;
     DEVICE const float* from = x + ulong(tgid.y) * a.stride + column;
     v[i] = from[0];
     square = fma(v[i], v[i], square);
     if (a.source == SPLIT_NORMED) v[i] *= w[column];
-    if (a.source == SPLIT_HEADS) v[i] *= head_factor(a, w, tgid.y, column);
+    if (a.source == SPLIT_HEADS) v[i] *= factor;
     if (a.source == SPLIT_SWIGLU) v[i] = silu(v[i]) * from[a.cols];
     sum += v[i];
     max_abs = max(max_abs, v[i] < 0 ? -v[i] : v[i]);
@@ -71,8 +79,8 @@ KERNEL(split_rows, ARGS(SplitArgs, a), IN(float, x, 1), IN(float, w, 2), OUT(uin
                                : step / 2 * PART + quarter * 4 + step % 2 * 2 + side;
   to[0] = first, to[16] = HALF2(rest[0], rest[1]);
   if (lane != 0) return;
-  DEVICE float* factor = factors + (tile * TILE_ROWS + row) * 2;
-  factor[0] = sum, factor[1] = as_type<float>((power - 14u) << 23);
+  DEVICE float* of_row = factors + (tile * TILE_ROWS + row) * 2;
+  of_row[0] = sum, of_row[1] = as_type<float>((power - 14u) << 23);
   squares[ulong(tgid.y) * groups + group] = square;
 }
 
