@@ -259,16 +259,37 @@ FN void attend_split(CONSTANT AttentionArgs& a, DEVICE const float* q, DEVICE co
   }
 }
 
+// The sums of columns over the splits for attention_merge. A simdgroup adds up 32 columns of COLUMNS parts. Part n has
+// splits n, n + 16, ... Stores the sum of each part.
+template <uint COLUMNS>
+FN void merge_parts(DEVICE const float* from, uint row, uint dim, uint splits, THREADGROUP const float* split_weight,
+                    THREADGROUP float* column_sums THREAD_IDS_PARAM) {
+  // BATCH: splits of a part that are loaded together. STRIDE: simdgroups with the same columns.
+  enum : uint { BATCH = COLUMNS == 1 ? 4 : 2, STRIDE = MERGE_SIMDS / COLUMNS };
+  const uint i = (tgid.z * COLUMNS + sg % COLUMNS) * 32 + lane, first = sg / COLUMNS;
+  float sum[COLUMNS] = {};
+  for (uint s = first; i < dim && s < splits; s += MERGE_SIMDS * BATCH) {
+    float v[BATCH * COLUMNS];
+    UNROLL for (uint n = 0; n < BATCH * COLUMNS; n++)
+      v[n] = s + n * STRIDE < splits ? from[(s + n * STRIDE) * row + i] : 0.0f;
+    UNROLL for (uint n = 0; n < BATCH * COLUMNS; n++)
+      if (s + n * STRIDE < splits) sum[n % COLUMNS] = fma(v[n], split_weight[s + n * STRIDE], sum[n % COLUMNS]);
+  }
+  UNROLL for (uint n = 0; n < COLUMNS; n++)
+    column_sums[((first + n * STRIDE) * COLUMNS + sg % COLUMNS) * 32 + lane] = sum[n];
+}
+
 // Merges the splits: out = sum of exp(max_s - max) * partial_s / denominator, then applies the gate. Grid (heads,
-// tokens, ceil(dim / 32)), 512 threads. A lane computes one column. A simdgroup merges every sixteenth split.
+// tokens, ceil(dim / 32 / merged_columns)), 512 threads. Sixteen parts of the splits are added up on their own, then in
+// order, so `merged_columns` changes no byte.
 KERNEL(attention_merge, ARGS(AttentionArgs, a), IN(float, proj, 1), IN(float, partials, 2), IN(SequenceRow, rows, 3),
        OUT(float, y, 4)) {
   SHARED(float, split_weight, MAX_SPLITS);
-  SHARED(float, column_sums, MERGE_SIMDS * 32);
+  SHARED(float, column_sums, MERGE_SIMDS * 32 * 4);
   SHARED(float, simd_values, MERGE_SIMDS * 2);
   AWAIT();
   const uint head = tgid.x, token = tgid.y, position = row_position(a, rows, token);
-  const uint splits = position / split_size(a, position) + 1, row = a.dim + 2, i = tgid.z * 32 + lane;
+  const uint splits = position / split_size(a, position) + 1, row = a.dim + 2;
   DEVICE const float* from = partials + (ulong(token) * a.heads + head) * a.splits * row;
   float max_score = -as_type<float>(0x7f7fffffu), denominator = 0;
   for (uint s = tid; s < splits; s += MERGE_SIMDS * 32) max_score = max(max_score, from[s * row + a.dim]);
@@ -283,24 +304,16 @@ KERNEL(attention_merge, ARGS(AttentionArgs, a), IN(float, proj, 1), IN(float, pa
   denominator = SIMD_SUM(denominator);
   if (lane == 0) simd_values[MERGE_SIMDS + sg] = denominator;
   BARRIER();
-  float sum = 0;
-  if (i < a.dim) {
-    uint s = sg;
-    for (; s + MERGE_SIMDS * 3 < splits; s += MERGE_SIMDS * 4) {
-      float v[4];
-      UNROLL for (uint n = 0; n < 4; n++) v[n] = from[(s + MERGE_SIMDS * n) * row + i];
-      UNROLL for (uint n = 0; n < 4; n++) sum = fma(v[n], split_weight[s + MERGE_SIMDS * n], sum);
-    }
-    for (; s < splits; s += MERGE_SIMDS) sum = fma(from[s * row + i], split_weight[s], sum);
-  }
-  column_sums[tid] = sum;
+  if (a.merged_columns == 4) merge_parts<4>(from, row, a.dim, splits, split_weight, column_sums THREAD_IDS);
+  else merge_parts<1>(from, row, a.dim, splits, split_weight, column_sums THREAD_IDS);
   BARRIER();
-  if (sg != 0) return;
-  sum = 0;
-  UNROLL for (uint n = 0; n < MERGE_SIMDS; n++) sum += column_sums[n * 32 + lane];
+  if (sg >= a.merged_columns) return;
+  const uint block = tgid.z * a.merged_columns + sg, i = block * 32 + lane;
+  float sum = 0;
+  UNROLL for (uint n = 0; n < MERGE_SIMDS; n++) sum += column_sums[(n * a.merged_columns + sg) * 32 + lane];
   denominator = SIMD_SUM(lane < MERGE_SIMDS ? simd_values[MERGE_SIMDS + lane] : 0.0f);
   if (i >= a.dim) return;
-  const uint column = a.lane_columns == 1 ? i : lane * a.lane_columns + tgid.z;
+  const uint column = a.lane_columns == 1 ? i : lane * a.lane_columns + block;
   const float gate = proj[ulong(token) * a.width + head * 2 * a.dim + a.dim + column];
   y[(ulong(token) * a.heads + head) * a.dim + column] = sum / denominator * sigmoid(gate);
 }

@@ -441,6 +441,7 @@ struct AttentionArgs {
   uint table_pages;           // see row_table
   uint lane_columns;          // partial results are in the order of columns if 1; else lanes have this many columns
   uint shared_heads;          // query heads that share a simdgroup: 4 or 3; 0 for two or one
+  uint merged_columns;        // attention_merge: groups of 32 columns per threadgroup, 1 or 4
 };
 
 // Flash-decoding: a softmax over some positions without normalisation, for several query heads of one kv head.
