@@ -16,7 +16,8 @@
 struct LinearArgs {
   uint can_skip;
   uint tokens, cols, width;   // rows of x, their length, length of a row of y
-  uint matrices, add, keep;   // number of matrices; y += instead of y =; store the normed x
+  uint matrices, add;         // number of matrices; y += instead of y =
+  uint keep;                  // threadgroups that store the normed x, or 0; of tiles: 1 if the rows are normed
   uint split_k;
   float eps;
   Matrix m[4];
@@ -315,9 +316,9 @@ FN void linear(CONSTANT LinearArgs& a, CONSTANT Matrix& m, uint start, uint row,
         *out = a.add != 0 ? *out + sum : sum;
       }
     }
-    if (!NORM || a.keep == 0 || tgid.y != 0 || first + t >= a.tokens) continue;
+    if (!NORM || a.keep == 0 || first + t >= a.tokens) continue;
     const ulong from = ulong(first + t) * a.cols;
-    for (uint i = tid; i < a.cols; i += 128) kept[from + i] = x[from + i] * scale * w[i];
+    for (uint i = tgid.y * 128 + tid; i < a.cols; i += a.keep * 128) kept[from + i] = x[from + i] * scale * w[i];
   }
   if (mine) convolve(fused, m.rows, row + lane, conv_weight, samples);
 }

@@ -14,7 +14,8 @@ const NAMES: [[[&str; 2]; 2]; 2] = [
 /// Number of rows of x per threadgroup if x has several rows. With more rows, a thread would need too many registers.
 const BATCH_ROWS: usize = 2;
 
-/// The words of the kernels' `LinearArgs`, without a skip flag. The flags are `add`, `keep` and `split_k`.
+/// The words of the kernels' `LinearArgs`, without a skip flag. The flags are `add`, `keep` and `split_k`. `keep`:
+/// threadgroups that store the normed x, or 0; for products of tiles, 1 if the rows are normed.
 pub(super) fn args(sizes: [usize; 3], matrices: &[Weight], flags: [u32; 3], eps: f32) -> Vec<u32> {
     assert!((1..=4).contains(&matrices.len()), "{} matrices in one launch", matrices.len());
     let mut args = vec![0];
@@ -80,7 +81,7 @@ impl Linear<'_> {
             args: args(
                 [tokens, cols, width],
                 matrices,
-                [add, keep.is_some(), split_k].map(u32::from),
+                [add.into(), keep.map_or(0, |_| blocks as u32), split_k.into()],
                 norm.map_or(0.0, |n| n.eps),
             ),
             bindings,
