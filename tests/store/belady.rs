@@ -28,16 +28,6 @@ fn exhaustive(requests: &[u32], slots: usize, cached: &mut Vec<u32>) -> usize {
     1 + fewest
 }
 
-#[test]
-fn textbook_sequence_has_known_misses() {
-    // This is the request sequence of Belady's anomaly.
-    let requests = [1, 2, 3, 4, 1, 2, 5, 1, 2, 3, 4, 5];
-    assert_eq!(count(&requests, 3), 7);
-    assert_eq!(count(&requests, 4), 6);
-    assert_eq!(count(&requests, 5), 5);
-    assert_eq!(count(&requests, 0), 12);
-}
-
 proptest! {
     #[test]
     fn no_cache_has_fewer_misses(requests in proptest::collection::vec(0u32..5, 0..9), slots in 0usize..4) {

@@ -1,9 +1,6 @@
 //! Tests of valid, damaged and hostile safetensors headers.
 
-use moestro_model::checkpoint::{
-    index::Index,
-    names::{FINAL_NORM, canonical_name},
-};
+use moestro_model::checkpoint::index::Index;
 use std::path::Path;
 
 fn write_shard(dir: &Path, name: &str, header: &str, data: usize) {
@@ -81,22 +78,4 @@ fn fifo_as_shard_does_not_block() {
     std::fs::remove_file(dir.path().join("model.safetensors")).unwrap();
     std::os::unix::fs::symlink("/dev/zero", dir.path().join("model.safetensors")).unwrap();
     assert!(Index::open(dir.path()).unwrap_err().to_string().contains("not a regular file"));
-}
-
-#[test]
-fn all_naming_schemes_map_to_canonical_names() {
-    for (found, canonical) in [
-        ("model.language_model.layers.3.mlp.gate.weight", "language_model.model.layers.3.mlp.gate.weight"),
-        ("model.layers.3.mlp.gate.weight", "language_model.model.layers.3.mlp.gate.weight"),
-        ("language_model.model.norm.weight", FINAL_NORM),
-        ("lm_head.weight", "language_model.lm_head.weight"),
-        ("embed_tokens", "language_model.model.embed_tokens"),
-        ("base_model.model.model.language_model.norm.weight", FINAL_NORM),
-        ("_orig_mod.module.model.lm_head.weight", "language_model.lm_head.weight"),
-    ] {
-        assert_eq!(canonical_name(found).as_deref(), Some(canonical));
-    }
-    for found in ["vision_tower.blocks.0.attn.qkv.weight", "model.visual.pos_embed.weight", "mtp.fc.weight"] {
-        assert_eq!(canonical_name(found), None);
-    }
 }
