@@ -159,26 +159,6 @@ fn adversarial_draft_costs_one_percent_plus_probe() {
     }
 }
 
-/// Copying hidden rows costs time, so the rows are copied only shortly before a probe.
-#[test]
-fn hidden_rows_are_copied_only_near_probes() {
-    let mut controller = auto(7);
-    let mut copied = 0;
-    let mut cycles = 0;
-    for _ in 0..8000 {
-        match controller.next_rows() {
-            1 => controller.record_plain(1.0, 0.0),
-            rows => {
-                assert!(controller.wants_hidden_rows(), "a draft that runs has hidden rows");
-                controller.record_cycle(rows - 1, 0, rows as f64, 0.0);
-                cycles += 1;
-            }
-        }
-        copied += u32::from(controller.wants_hidden_rows());
-    }
-    assert!((2..40).contains(&cycles) && copied < 1600, "{cycles} cycles, {copied} copied");
-}
-
 #[test]
 fn changing_draft_quality_is_tracked() {
     let cost = |rows: usize| 0.6 + 0.05 * rows as f64 + 0.35 * union(rows) + if rows > 1 { 0.04 } else { 0.0 };
