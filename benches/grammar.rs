@@ -12,8 +12,7 @@ use serde_json::{Value, json};
 use std::{path::PathBuf, sync::Arc, time::Instant};
 
 fn main() {
-    let demo = || PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("models/demo/moestro-demo");
-    let dir = std::env::var_os("MOESTRO_TOKENIZER").map_or_else(demo, PathBuf::from);
+    let dir = std::env::var_os("MOESTRO_TOKENIZER").map_or_else(test_support::demo, PathBuf::from);
     let tokenizer = Arc::new(Tokenizer::load(&dir).expect("a tokenizer"));
     let eos = tokenizer.id("<|im_end|>").expect("<|im_end|>");
     let start = Instant::now();

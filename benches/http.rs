@@ -12,7 +12,6 @@ use serde_json::{Map, Value, json};
 use std::{
     io::{BufRead, BufReader, Write},
     net::{SocketAddr, TcpStream},
-    path::Path,
     sync::Arc,
     time::Instant,
 };
@@ -21,7 +20,7 @@ const ROUNDS: usize = 60;
 const EOS: [u32; 2] = [2040, 2038];
 
 fn main() {
-    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("models/demo/moestro-demo");
+    let dir = test_support::demo();
     let metrics = Metrics::new("bench", "cpu");
     let model = Qwen::load(&dir, &model::LoadOptions::default(), &metrics, &mut |_, _| {}).expect("the demo model");
     let options = Options { eos: EOS.into(), ..Options::default() };

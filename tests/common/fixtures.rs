@@ -4,8 +4,8 @@
 use super::tensors;
 use std::{collections::HashMap, path::Path};
 
+pub const DEMO: &str = test_support::DEMO;
 pub const FIXTURES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures");
-pub const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/demo/moestro-demo");
 
 /// The names of the checkpoints in `micro/`, one per encoding.
 pub fn encodings() -> Vec<String> {

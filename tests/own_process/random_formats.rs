@@ -44,7 +44,7 @@ fn many_formats_stay_within_time_and_memory() {
 
 /// Checks `count` formats. Checks fewer formats if the time runs out.
 fn run(count: u64) {
-    let compiler = format_check::compiler(env!("CARGO_MANIFEST_DIR"));
+    let compiler = format_check::compiler();
     compiler.warm_up();
     let (first, seconds) = (from_env("MOESTRO_FORMATS_SEED", 0), from_env("MOESTRO_MUTATE_SECONDS", 60));
     let end = Instant::now() + Duration::from_secs(seconds);

@@ -5,17 +5,16 @@ use moestro_chat::{
     grammar::{AllowedTools, CancelFlag, ContentFormat, FormatError, GrammarCompiler, NextTokens, OutputFormat},
 };
 use serde_json::Value;
-use std::{path::Path, sync::Arc};
-use test_support::formats::Source;
+use std::sync::Arc;
+use test_support::{demo, formats::Source};
 
 /// `<|im_end|>` of the demo model.
 const EOS: u32 = 2040;
 const STEPS: usize = 12;
 
 /// The compiler for the demo model.
-pub fn compiler(root: &str) -> GrammarCompiler {
-    let demo = Path::new(root).join("models/demo/moestro-demo");
-    GrammarCompiler::new(Arc::new(Tokenizer::load(&demo).expect("the demo's tokenizer")), &[EOS])
+pub fn compiler() -> GrammarCompiler {
+    GrammarCompiler::new(Arc::new(Tokenizer::load(&demo()).expect("the demo's tokenizer")), &[EOS])
 }
 
 /// The output format that the fields of a chat request select.
