@@ -428,6 +428,8 @@ mod tests {
     fn engine_errors_have_their_status() {
         let status = |error: EngineError| ApiError::from(error).status.as_u16();
         assert_eq!(status(EngineError::QueueFull { retry_seconds: 2 }), 429);
+        let response = ApiError::from(EngineError::QueueFull { retry_seconds: 7 }).into_response();
+        assert_eq!(response.headers()[header::RETRY_AFTER], "7");
         assert_eq!(status(EngineError::Draining), 503);
         assert_eq!(status(EngineError::TimedOut), 504);
         assert_eq!(status(EngineError::Stopped), 500);
@@ -523,11 +525,5 @@ mod tests {
         }
         let short = "x".repeat(4000);
         assert!(ApiError::no_such_model(&short, "m").message.contains(&short));
-    }
-
-    #[test]
-    fn full_queue_sets_retry_after() {
-        let response = ApiError::from(EngineError::QueueFull { retry_seconds: 7 }).into_response();
-        assert_eq!(response.headers()[header::RETRY_AFTER], "7");
     }
 }

@@ -177,7 +177,7 @@ async fn api_key_protects_all_other_paths() {
             assert_eq!(answer.json().await["error"]["code"], "invalid_api_key");
         }
     }
-    for right in [("authorization", "Bearer secret"), ("authorization", "bearer secret"), ("x-api-key", "secret")] {
+    for right in [("authorization", "Bearer secret"), ("authorization", "bearer  secret"), ("x-api-key", "secret")] {
         assert_eq!(server.send("GET", "/v1/models", &[right], None).await.status, 200, "{right:?}");
     }
     assert_eq!(server.send("GET", "/v1/models", &[("x-api-key", "wrong")], None).await.status, 401);
@@ -304,28 +304,6 @@ async fn model_name_may_be_any_word() {
             _ => assert_eq!(body["error"]["code"], "model_not_found"),
         }
     }
-}
-
-#[tokio::test]
-async fn full_queue_answers_429() {
-    let server = Setup { says: Some("x"), max_queue: 1, stops_at: 0, ..Setup::default() }.start().await;
-    let body = streamed(&chat("Hi"));
-    let running = server.post(CHAT, &body).await;
-    server.load(1, 0).await;
-    let waiting = server.post(CHAT, &body).await;
-    server.load(1, 1).await;
-    let queue = server.get("/health").await.json().await["queue"].clone();
-    assert_eq!((queue.as_array().unwrap().len(), &queue[0]["position"]), (1, &json!(1)));
-    assert_eq!(queue[0]["waits_for"], "requests");
-    assert!(queue[0]["prompt_tokens"].as_u64() > Some(0) && queue[0]["waiting_seconds"].is_number());
-    let refused = server.post(CHAT, &body).await;
-    assert_eq!(refused.status, 429);
-    assert!(refused.header("retry-after").unwrap().parse::<u32>().is_ok());
-    assert_eq!(refused.json().await["error"]["code"], "queue_full");
-    drop((running, waiting));
-    server.resume();
-    server.idle().await;
-    assert_eq!(server.post(CHAT, &body).await.status, 200);
 }
 
 /// A server that shuts down while it answers a request, of which the model computes no further token.

@@ -1,8 +1,8 @@
 //! Tests of `/v1/completions`. The model repeats its prompt.
 
 use super::{
-    client::stable,
-    server::{CHAT, COMPLETIONS, EOS, Server, Setup, little_memory, with},
+    client::{events, stable},
+    server::{CHAT, COMPLETIONS, EOS, MESSAGES, RESPONSES, Server, Setup, little_memory, with},
 };
 use moestro_engine::DraftPolicy;
 use serde_json::{Value, json};
@@ -75,11 +75,19 @@ async fn choices_are_generated_at_the_same_time() {
         ["decode_passes", "decoding_sequences"].map(|name| together["timings"][name].as_u64().unwrap());
     assert!(sequences > passes, "{together}");
     // A stream sends the choices one after another, although they are generated at the same time.
-    let chunks = server.stream(COMPLETIONS, &body).await;
+    let with_usage = with(body.clone(), json!({"stream_options": {"include_usage": true}}));
+    let chunks = server.stream(COMPLETIONS, &with_usage).await;
+    let (last, chunks) = chunks.split_last().unwrap();
+    assert_eq!((&last["choices"], &last["usage"]), (&json!([]), &alone["usage"]));
+    assert!(chunks.iter().all(|chunk| chunk["id"] == chunks[0]["id"] && chunk["usage"].is_null()));
     for (index, choice) in alone["choices"].as_array().unwrap().iter().enumerate() {
-        let parts = chunks.iter().filter(|chunk| chunk["choices"][0]["index"] == index);
-        let text: String = parts.filter_map(|chunk| chunk["choices"][0]["text"].as_str()).collect();
+        let parts = chunks.iter().map(|chunk| &chunk["choices"][0]).filter(|part| part["index"] == index);
+        let parts: Vec<&Value> = parts.collect();
+        let text: String = parts.iter().map(|part| part["text"].as_str().unwrap()).collect();
         assert_eq!(text, *choice["text"].as_str().unwrap(), "choice {index}");
+        let (end, before) = parts.split_last().unwrap();
+        assert_eq!(end["finish_reason"], choice["finish_reason"]);
+        assert!(before.iter().all(|part| part["finish_reason"].is_null()));
     }
     server.idle().await;
 }
@@ -97,25 +105,6 @@ async fn choices_compute_their_prompt_once() {
     // The model evaluates the prompt, the prompt's last token again for each other choice, and all tokens of each
     // answer except the last.
     assert_eq!(server.evaluated(), ids(&server, &text).len() + 3 + 4 * 2);
-}
-
-#[tokio::test]
-async fn stream_has_choices_in_order() {
-    let server = mock().await;
-    let body = json!({"prompt": [TEXT, "A fox."], "max_tokens": 50, "stream_options": {"include_usage": true}});
-    let chunks = server.stream(COMPLETIONS, &body).await;
-    let (last, chunks) = chunks.split_last().unwrap();
-    assert_eq!(last["choices"], json!([]));
-    assert_eq!(last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]);
-    for (index, text) in [(0, TEXT), (1, "A fox.")] {
-        let chunks: Vec<_> =
-            chunks.iter().map(|chunk| &chunk["choices"][0]).filter(|choice| choice["index"] == index).collect();
-        assert_eq!(chunks.iter().map(|choice| choice["text"].as_str().unwrap()).collect::<String>(), text);
-        let (end, before) = chunks.split_last().unwrap();
-        assert_eq!(end["finish_reason"], "stop");
-        assert!(before.iter().all(|choice| choice["finish_reason"].is_null()));
-    }
-    assert!(chunks.iter().all(|chunk| chunk["id"] == chunks[0]["id"] && chunk["usage"].is_null()));
 }
 
 #[tokio::test]
@@ -335,11 +324,21 @@ async fn stream_reports_progress_only_if_requested() {
     let server = Server::saying(" and so on.").await;
     let prompt = "one two three four five six seven eight nine ten ".repeat(6);
     let tokens = server.tokenizer.encode(&prompt).unwrap().len();
-    let chat = json!({"messages": [{"role": "user", "content": prompt}], "cache_prompt": false});
-    for (path, body) in [(COMPLETIONS, json!({"prompt": prompt, "cache_prompt": false})), (CHAT, chat)] {
-        let chunks = server.stream(path, &body).await;
+    let messages = json!([{"role": "user", "content": prompt}]);
+    for (path, body) in [
+        (COMPLETIONS, json!({"prompt": prompt})),
+        (CHAT, json!({"messages": messages})),
+        (MESSAGES, json!({"messages": messages, "max_tokens": 200})),
+        (RESPONSES, json!({"input": messages})),
+    ] {
+        let body = with(body, json!({"cache_prompt": false, "stream": true}));
+        let ask = async |more: Value| {
+            let text = server.post(path, &with(body.clone(), more)).await.text().await;
+            events(text.trim_end_matches("data: [DONE]\n\n"))
+        };
+        let chunks = ask(json!({})).await;
         assert!(chunks.iter().all(|chunk| chunk.get("prompt_progress").is_none()), "progress was not requested");
-        let chunks = server.stream(path, &with(body, json!({"return_progress": true}))).await;
+        let chunks = ask(json!({"return_progress": true})).await;
         let reports: Vec<&Value> = chunks.iter().filter_map(|chunk| chunk.get("prompt_progress")).collect();
         let done: Vec<_> = reports.iter().map(|report| report["processed"].as_u64().unwrap() as usize).collect();
         let total = reports[0]["total"].as_u64().unwrap() as usize;
@@ -347,8 +346,13 @@ async fn stream_reports_progress_only_if_requested() {
         assert!(total >= tokens && done[0] == 0 && done.len() == 1 + total.div_ceil(32), "{done:?}");
         assert!(done.is_sorted() && done.last() == Some(&total), "{done:?}");
         assert_eq!(reports[0]["cache"], 0);
-        // All reports are sent before the first token.
-        assert!(chunks.iter().skip(reports.len()).all(|chunk| chunk.get("prompt_progress").is_none()));
+        // All reports are sent before the first token. Events before them have no text.
+        let is_report = |chunk: &Value| chunk.get("prompt_progress").is_some();
+        let begin = chunks.iter().position(is_report).unwrap();
+        assert!(chunks[begin..][..reports.len()].iter().all(is_report), "{path}");
+        let starts = ["message_start", "ping", "response.created", "response.in_progress"];
+        let is_start = |chunk: &Value| starts.iter().any(|start| chunk["type"] == *start);
+        assert!(chunks[..begin].iter().all(is_start), "{path}: {:?}", &chunks[..begin]);
     }
 }
 

@@ -110,16 +110,17 @@ impl Api {
         let whole = server.ask(self.path, body).await;
         let events = server.events(self.path, body).await;
         let items = if self.is_messages() { &whole["content"] } else { &whole["output"] };
-        let call = items.as_array().unwrap().iter().find(|item| item["name"] == "f").unwrap();
-        let joined = |kind: &str, delta: &str| {
-            let deltas = events.iter().filter(|event| event["type"] == kind);
+        let place = items.as_array().unwrap().iter().position(|item| item["name"] == "f").unwrap();
+        let call = &items[place];
+        let joined = |kind: &str, index: &str, delta: &str| {
+            let deltas = events.iter().filter(|event| event["type"] == kind && event[index] == place);
             deltas.filter_map(|event| event.pointer(delta)?.as_str()).collect::<String>()
         };
         if self.is_messages() {
-            let streamed = joined("content_block_delta", "/delta/partial_json");
+            let streamed = joined("content_block_delta", "index", "/delta/partial_json");
             return vec![call["input"].clone(), serde_json::from_str(&streamed).unwrap()];
         }
-        let streamed = joined("response.function_call_arguments.delta", "/delta");
+        let streamed = joined("response.function_call_arguments.delta", "output_index", "/delta");
         let parse = |text: &str| serde_json::from_str(text).unwrap();
         vec![parse(call["arguments"].as_str().unwrap()), parse(&streamed)]
     }
@@ -158,7 +159,7 @@ async fn search_keeps_the_cached_head() {
 }
 
 #[tokio::test]
-async fn calls_of_referenced_tools_are_checked() {
+async fn calls_of_defined_tools_are_checked() {
     let server = server(CALLS_WITH_WORD).await;
     for api in APIS {
         let soon = json!({"days": "soon"});
@@ -167,16 +168,18 @@ async fn calls_of_referenced_tools_are_checked() {
         let any = if api.is_messages() { json!({"type": "any"}) } else { json!("required") };
         let named = json!({"type": named, "name": "f"});
         let found = [&[question()][..], &api.found("t", &["f"])].concat();
-        for (items, strict, choice, expected) in [
+        for (items, is_deferred, strict, choice, expected) in [
+            (vec![question()], false, false, Value::Null, &soon),
+            (vec![question()], false, true, Value::Null, &seven),
             // A call of a tool that was not found is read, but not checked.
-            (vec![question()], true, Value::Null, &soon),
-            (found.clone(), true, Value::Null, &seven),
-            (found.clone(), false, any.clone(), &seven),
-            (found.clone(), false, named.clone(), &seven),
+            (vec![question()], true, true, Value::Null, &soon),
+            (found.clone(), true, true, Value::Null, &seven),
+            (found.clone(), true, false, any.clone(), &seven),
+            (found.clone(), true, false, named.clone(), &seven),
             // The client may force a tool that was not found.
-            (vec![question()], false, named, &seven),
+            (vec![question()], true, false, named, &seven),
         ] {
-            let tool = api.tool("f", json!({"defer_loading": true, "strict": strict}));
+            let tool = api.tool("f", json!({"defer_loading": is_deferred, "strict": strict}));
             let body = api.request(&items, &[tool], json!({"tool_choice": choice}));
             let arguments = api.arguments(&server, &body).await;
             assert_eq!(arguments, [expected.clone(), expected.clone()], "{body}");

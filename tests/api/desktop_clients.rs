@@ -145,21 +145,3 @@ async fn home_assistant_calls_a_tool() {
         assert_eq!(calls, [&json!({"name": "read_file", "arguments": {"path": "a.txt"}})]);
     }
 }
-
-/// Extended OpenAI Conversation for Home Assistant, repository at 1daab07: `entity.py`.
-#[tokio::test]
-async fn extended_openai_conversation_calls_a_tool() {
-    let server = server(CALL, ApiSet::Standard).await;
-    let mut body = json!({"model": "mock", "stream": true, "stream_options": {"include_usage": true}, "max_tokens": 150,
-        "top_p": 1, "temperature": 0.5, "messages": question(), "tools": tools(), "tool_choice": "auto"});
-    let chunks = stream(&server, CHAT, &body).await;
-    assert_eq!(called(&chunks), ("read_file".into(), r#"{"path":"a.txt"}"#.into()));
-    let call =
-        json!({"id": "c", "type": "function", "function": {"name": "read_file", "arguments": "{\"path\": \"a.txt\"}"}});
-    let messages = body["messages"].as_array_mut().unwrap();
-    messages.push(json!({"role": "assistant", "tool_calls": [call]}));
-    messages.push(json!({"role": "tool", "tool_call_id": "c", "content": "{\"result\": \"x\"}"}));
-    body["tool_choice"] = "none".into();
-    let chunks = stream(&server, CHAT, &body).await;
-    assert!(!chunks.is_empty());
-}

@@ -60,11 +60,11 @@ async fn wrong_value_error_names_the_field() {
     let wrong = json!({
         "messages": [null, [], "Hi", {"role": "user"}], "model": [5], "seed": ["lucky"], "stop": [5, vec!["x"; 17]],
         "max_tokens": [-2, 0, "5", 1.5], "max_completion_tokens": [-2], "max_output_tokens": [5], "n": [0, 129],
-        "temperature": [-1, 3, "hot"], "top_p": [2], "top_k": [-5], "min_p": [1.5], "repetition_penalty": [0],
-        "presence_penalty": [-2.5], "frequency_penalty": [2.5], "logit_bias": [[1]], "logprobs": [5],
+        "temperature": [-0.1, 2.1, "hot"], "top_p": [1.5], "top_k": [-2], "min_p": [-1, 1.5], "repetition_penalty": [0],
+        "presence_penalty": [-2.5, 2.5], "frequency_penalty": [-2.5, 2.5], "logit_bias": [[1]], "logprobs": [5],
         "top_logprobs": [3], "stream": ["yes"], "stream_options": [{"include_usage": true}], "tools": ["all"],
         "tool_choice": ["required"], "response_format": ["text"], "chat_template_kwargs": [[]],
-        "reasoning_effort": ["zzz"], "modalities": [["text", "audio"]],
+        "reasoning_effort": ["zzz"], "thinking_budget": [-1], "modalities": [["text", "audio"]],
         // Fields of other APIs and programs, and a typing error.
         "n_predict": [5], "think": [false], "grammar": ["root ::= \"x\""],
         "guided_grammar": ["root ::= \"x\""], "min_tokens": [5], "ignore_eos": [true], "stop_token_ids": [[5]],
@@ -75,7 +75,11 @@ async fn wrong_value_error_names_the_field() {
         (json!({"messages": [{"role": "wizard", "content": "Hi"}]}), "messages[0].role"),
         (json!({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}), "messages[0].content[0]"),
         (json!({"stream_options": {"include_usage": 3}}), "stream_options.include_usage"),
-        (json!({"logit_bias": {"99999": 1}}), "logit_bias.99999"),
+        (json!({"logit_bias": {"2048": 1}}), "logit_bias.2048"),
+        (json!({"logit_bias": {"x": 1}}), "logit_bias.x"),
+        (json!({"logit_bias": {"7": 101}}), "logit_bias.7"),
+        (json!({"reasoning": {"effort": "much"}}), "reasoning.effort"),
+        (json!({"thinking": {"type": "perhaps"}}), "thinking.type"),
         (json!({"logprobs": true, "top_logprobs": 21}), "top_logprobs"),
         (json!({"logprobs": true, "top_logprobs": -1}), "top_logprobs"),
         (json!({"tools": tool(json!({}))}), "tools[0].function.name"),
@@ -129,7 +133,7 @@ async fn unusual_values_are_accepted() {
     }
     let best = json!({"prompt": "Hi", "suffix": "", "best_of": 1, "max_tokens": 1});
     assert_eq!(server.post(COMPLETIONS, &best).await.status, 200);
-    let kind = [("content-type", "application/json; charset=utf-8")];
+    let kind = [("content-type", "Application/JSON ;charset=utf-8")];
     assert_eq!(server.send("POST", CHAT, &kind, Some(chat("Hi").to_string().as_bytes())).await.status, 200);
 }
 
@@ -138,13 +142,13 @@ async fn content_type_must_be_json() {
     let server = Server::saying("</think>\n\nHello.").await;
     let body = chat("Hi").to_string();
     let length = body.len().to_string();
-    for (kind, sent) in
-        [("curl -d", Some("application/x-www-form-urlencoded")), ("a web page", Some("text/plain")), ("a blob", None)]
-    {
+    // The types of `curl -d`, of a web page, and of a blob.
+    let form = Some("application/x-www-form-urlencoded");
+    for sent in [form, Some("text/plain;application/json"), Some("application/jsonp"), Some(""), None] {
         let headers: Vec<_> = sent.map(|sent| ("content-type", sent)).into_iter().collect();
         let headers = [&headers[..], &[("content-length", &*length)]].concat();
         let answer = server.bare("POST", CHAT, &headers, body.as_bytes()).await;
-        assert_eq!(answer.status, 415, "{kind}");
+        assert_eq!(answer.status, 415, "{sent:?}");
         let error = answer.json().await["error"].clone();
         assert!(error["message"].as_str().unwrap().contains("-H 'content-type: application/json'"), "{error}");
     }

@@ -1,7 +1,7 @@
 //! Tests of `/v1/messages` and `/v1/messages/count_tokens`.
 
 use super::server::{
-    CALLS, CALLS_WITH_WORD, CHAT, MESSAGES, STRAY, Server, Setup, THINKS, chat, chat_after_calls, frequent_events, with,
+    CALLS, CHAT, MESSAGES, STRAY, Server, Setup, THINKS, chat, chat_after_calls, frequent_events, with,
 };
 use serde_json::{Value, json};
 use std::time::Duration;
@@ -295,20 +295,6 @@ async fn errors_have_anthropic_format() {
     assert!(!text.contains("message_stop"));
 }
 
-#[tokio::test]
-async fn stream_reports_progress_only_if_requested() {
-    let server = Server::saying(THINKS).await;
-    let content = "one two three four five six seven eight nine ten ".repeat(6);
-    let body = with(question(), chat(&content));
-    let reports = |events: &[Value]| events.iter().filter(|event| event.get("prompt_progress").is_some()).count();
-    let quiet = server.events(MESSAGES, &body).await;
-    let events = server.events(MESSAGES, &with(body, json!({"return_progress": true, "system": "Anew."}))).await;
-    assert_eq!((reports(&quiet), reports(&events) > 2), (0, true));
-    let last = events.iter().filter_map(|event| event.get("prompt_progress")).next_back().unwrap();
-    assert_eq!(last["processed"], last["total"]);
-    accumulate(&events);
-}
-
 /// Claude Code closes a stream after 300 s without an event. Claude Code does not count comments and pings as events.
 #[tokio::test]
 async fn slow_prompt_sends_empty_deltas() {
@@ -334,18 +320,6 @@ async fn long_argument_sends_empty_deltas() {
         |event: &&Value| event["delta"]["type"] == "input_json_delta" && event["delta"]["partial_json"] == "";
     assert!(events.iter().filter(is_empty).count() > 1, "{events:?}");
     assert_eq!(called(&accumulate(&events))["input"], json!({"list": list}));
-}
-
-#[tokio::test]
-async fn strict_tool_constrains_the_call() {
-    let server = Server::saying(CALLS_WITH_WORD).await;
-    let schema = json!({"type": "object", "properties": {"days": {"enum": [7]}}, "required": ["days"],
-                        "additionalProperties": false});
-    for (strict, days) in [(false, json!("soon")), (true, json!(7))] {
-        let tools = json!({"tools": [{"name": "f", "input_schema": schema, "strict": strict}]});
-        let answer = server.ask(MESSAGES, &with(question(), tools)).await;
-        assert_eq!(called(&answer)["input"], json!({"days": days}), "strict: {strict}");
-    }
 }
 
 /// A grammar allows tags that the reader otherwise takes for misspelt ones.

@@ -372,15 +372,6 @@ async fn idle_model_is_unloaded() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn unload_request_unloads_model() {
-    let (mocks, server) = server(MockModels::default(), timeouts()).await;
-    assert_eq!(server.post("/models/unload", &json!({"model": "second"})).await.status, 404);
-    assert_eq!(server.ask("/models/unload", &json!({"model": "first"})).await["success"], true);
-    assert_eq!(answer_of(&server, "first").await, "I am first.");
-    assert_eq!(mocks.log(), ["load first", "unload first", "load first"]);
-}
-
-#[tokio::test(flavor = "multi_thread")]
 async fn busy_model_accepts_requests_before_its_unload() {
     let (mocks, server) = server(MockModels { parallel: 2, ..MockModels::default() }, timeouts()).await;
     // Without an end-of-text token, the answer has its maximum length.

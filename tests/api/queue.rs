@@ -216,6 +216,9 @@ async fn health_lists_the_oldest_waiting_requests() {
     }
     let health = server.get("/health").await.json().await;
     assert_eq!(health["requests"], json!({"running": 1, "queued": 40}));
+    let first = &health["queue"][0];
+    assert_eq!((&first["position"], &first["waits_for"]), (&json!(1), &json!("requests")), "{health}");
+    assert!(first["waiting_seconds"].is_number(), "{health}");
     let lengths: Vec<_> = health["queue"].as_array().unwrap().iter().map(|entry| &entry["prompt_tokens"]).collect();
     assert_eq!(lengths, (100..132).collect::<Vec<_>>());
 }

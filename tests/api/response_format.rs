@@ -167,20 +167,6 @@ async fn truncated_call_has_unclosed_arguments() {
 }
 
 #[tokio::test]
-async fn logprobs_exclude_reasoning_and_calls() {
-    let says = "Hm.\n</think>\n\nLet 🦀 look.\n\n<tool_call>\n<function=one>\n</function>\n</tool_call>";
-    let server = Server::saying(says).await;
-    let body = ask(json!({"tools": tools(&json!({})), "logprobs": true}));
-    let choice = server.ask(CHAT, &body).await["choices"][0].clone();
-    let entries = choice["logprobs"]["content"].as_array().unwrap();
-    let bytes = entries.iter().flat_map(|entry| entry["bytes"].as_array().unwrap().clone());
-    let bytes: Vec<u8> = bytes.map(|byte| byte.as_u64().unwrap() as u8).collect();
-    let content = choice["message"]["content"].as_str().unwrap();
-    assert_eq!(String::from_utf8(bytes).unwrap().trim_end(), content);
-    assert_eq!(content, "Let 🦀 look.");
-}
-
-#[tokio::test]
 async fn deprecated_messages_and_fields_are_accepted() {
     let server = Server::saying("</think>\n\nok").await;
     let messages = json!([

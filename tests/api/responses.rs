@@ -3,8 +3,8 @@
 use super::{
     client::events,
     server::{
-        CALLS, CALLS_WITH_WORD, CHAT, RESPONSES, STRAY, Server, Setup, THINKS, chat, chat_after_calls, frequent_events,
-        little_memory, with,
+        CALLS, CHAT, RESPONSES, STRAY, Server, Setup, THINKS, chat, chat_after_calls, frequent_events, little_memory,
+        with,
     },
 };
 use serde_json::{Value, json};
@@ -399,17 +399,6 @@ async fn model_failure_ends_the_stream() {
     assert!(last["response"]["error"]["message"].as_str().unwrap().contains("test error on token"));
 }
 
-#[tokio::test]
-async fn stream_reports_progress_only_if_requested() {
-    let server = Server::saying(THINKS).await;
-    let body = json!({"input": "one two three four five six seven eight nine ten ".repeat(6)});
-    let quiet = stream(&server, &body).await;
-    assert!(!kinds(&quiet).contains(&"response.prompt_progress"));
-    let events = stream(&server, &with(body, json!({"return_progress": true, "instructions": "Anew."}))).await;
-    let reports: Vec<_> = events.iter().filter_map(|event| event.get("prompt_progress")).collect();
-    assert!(reports.len() > 2 && reports.last().unwrap()["processed"] == reports[0]["total"], "{reports:?}");
-}
-
 /// Codex closes a stream after 300 s without an event. Codex does not count comments as events.
 #[tokio::test]
 async fn slow_prompt_repeats_in_progress() {
@@ -435,20 +424,6 @@ async fn long_argument_sends_empty_deltas() {
     let call = called(&events.last().unwrap()["response"]);
     let arguments: Value = serde_json::from_str(call["arguments"].as_str().unwrap()).unwrap();
     assert_eq!(arguments, json!({"list": list}));
-}
-
-#[tokio::test]
-async fn strict_tool_constrains_the_call() {
-    let server = Server::saying(CALLS_WITH_WORD).await;
-    let parameters = json!({"type": "object", "properties": {"days": {"enum": [7]}}, "required": ["days"],
-                            "additionalProperties": false});
-    for (strict, days) in [(false, json!("soon")), (true, json!(7))] {
-        let tool = json!({"type": "function", "name": "f", "parameters": parameters, "strict": strict});
-        let body = with(question(), json!({"tools": [tool], "max_output_tokens": 200}));
-        let answer = server.ask(RESPONSES, &body).await;
-        let arguments: Value = serde_json::from_str(called(&answer)["arguments"].as_str().unwrap()).unwrap();
-        assert_eq!(arguments, json!({"days": days}), "strict: {strict}");
-    }
 }
 
 #[tokio::test]

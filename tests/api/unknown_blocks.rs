@@ -1,7 +1,7 @@
 //! Tests with content blocks that the server does not know, or whose fields are malformed. In a tool result or an
 //! answered message, a sentence replaces them in every API. In a new user message, they are a 400.
 
-use super::server::{CHAT, MESSAGES, RESPONSES, Server, Setup, chat, with};
+use super::server::{CHAT, MESSAGES, RESPONSES, Server, Setup, with};
 use moestro::http::ApiSet;
 use serde_json::{Value, json};
 use test_support::mutate::Dice;
@@ -217,15 +217,4 @@ async fn outputs_of_calls_are_in_the_prompt() {
         };
         assert!(count(&"pelican ".repeat(50)).await > count("pelican").await + 49, "{items}");
     }
-}
-
-#[tokio::test]
-async fn deferred_tools_are_accepted() {
-    let server = server().await;
-    let schema = json!({"type": "object", "properties": {}});
-    let custom = json!({"type": "custom", "name": "WebFetch", "input_schema": schema, "defer_loading": true});
-    server.ask(MESSAGES, &with(chat("x"), json!({"max_tokens": 1, "tools": [custom]}))).await;
-    let function = json!({"name": "WebFetch", "parameters": schema});
-    let tools = json!([{"type": "function", "function": function, "defer_loading": true}]);
-    server.ask(CHAT, &with(chat("x"), json!({"max_tokens": 1, "tools": tools}))).await;
 }

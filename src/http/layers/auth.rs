@@ -90,17 +90,4 @@ mod tests {
         assert_ne!(address("10.0.0.1"), address("10.0.0.2"));
         assert_eq!(client_address(&Request::default()), None);
     }
-
-    #[test]
-    fn bearer_scheme_ignores_case() {
-        let token = |value: &str| {
-            let mut headers = HeaderMap::new();
-            headers.insert(header::AUTHORIZATION, value.parse().unwrap());
-            bearer_token(&headers).map(<[u8]>::to_vec)
-        };
-        assert_eq!(token("Bearer abc"), Some(b"abc".to_vec()));
-        assert_eq!(token("bearer  abc "), Some(b"abc".to_vec()));
-        assert_eq!(token("Basic abc"), None);
-        assert_eq!(token("abc"), None);
-    }
 }
