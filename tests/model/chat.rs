@@ -4,7 +4,7 @@
 
 use moestro_chat::{Conversation, Decoder, Template, Tokenizer, error::ChatError};
 use proptest::prelude::*;
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 use std::{
     fs,
     path::{Path, PathBuf},
@@ -255,17 +255,6 @@ proptest! {
         let bytes: Vec<u8> = ids.iter().filter(|id| !(2038..2042).contains(*id)).flat_map(|id| DEMO.token_bytes(*id)).collect();
         prop_assert_eq!(text, String::from_utf8_lossy(&bytes));
     }
-}
-
-#[test]
-fn kwargs_become_variables() {
-    let kwargs = Map::from_iter([("enable_thinking".to_string(), json!(false))]);
-    let template = Template::load(&demo()).unwrap();
-    let messages = [json!({"role": "user", "content": "hi"})];
-    let conversation = Conversation { messages: &messages, tools: None, kwargs: &kwargs, add_generation_prompt: true };
-    let prompt = template.render(&conversation).unwrap();
-    assert!(prompt.ends_with("<think>\n\n</think>\n\n"), "{prompt}");
-    assert!(!Template::opens_in_reasoning(&prompt));
 }
 
 #[test]

@@ -408,24 +408,35 @@ fn convolutions_of_two_dimensions_give_same_logits() {
     assert!(layout.refusal().contains("cannot tell"));
 }
 
+/// compressed-tensors and ModelOpt store the scales of blocks under another name, and ModelOpt with further dimensions.
 #[test]
-fn blocks_of_compressed_tensors_give_same_logits() {
-    let [fp8, _] = crate::common::fp8_checkpoint::written();
-    let known = logits(fp8.path());
-    let path = fp8.path().join("model.safetensors");
-    let (tensors, _) = read(&fs::read(&path).unwrap());
-    let renamed: Tensors =
-        tensors.into_iter().map(|(name, tensor)| (name.replace("_scale_inv", "_scale"), tensor)).collect();
-    fs::write(&path, serialized(renamed.iter())).unwrap();
-    let mut config: Value = serde_json::from_slice(&fs::read(fp8.path().join("config.json")).unwrap()).unwrap();
+fn other_block_scales_give_same_logits() {
     let weights = json!({"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]});
-    config["quantization_config"] = json!({
+    let compressed = json!({
         "quant_method": "compressed-tensors",
         "format": "float-quantized",
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
     });
-    fs::write(fp8.path().join("config.json"), config.to_string()).unwrap();
-    assert!(logits(fp8.path()) == known);
+    for (table, has_four) in
+        [(compressed, false), (json!({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}), true)]
+    {
+        let [fp8, _] = crate::common::fp8_checkpoint::written();
+        let known = logits(fp8.path());
+        let path = fp8.path().join("model.safetensors");
+        let mut tensors = Tensors::new();
+        for (name, (dtype, mut shape, data)) in read(&fs::read(&path).unwrap()).0 {
+            if has_four && name.ends_with("_scale_inv") {
+                shape = vec![shape[0], 1, shape[1], 1];
+            }
+            tensors.insert(name.replace("_scale_inv", "_scale"), (dtype, shape, data));
+        }
+        fs::write(&path, serialized(&tensors)).unwrap();
+        let path = fp8.path().join("config.json");
+        let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+        config["quantization_config"] = table;
+        fs::write(&path, config.to_string()).unwrap();
+        assert!(logits(fp8.path()) == known, "{config}");
+    }
 }
 
 #[test]

@@ -2,16 +2,14 @@
 //! matrices are read correctly or refused.
 
 use crate::{
-    common::{
-        load, load_error, prefill,
-        tensor_file::{self, Tensors, serialized},
-    },
+    common::tensor_file::{self, Tensors, serialized},
+    layouts::Layout,
     program::moestro,
 };
-use moestro_compute::device::CpuArithmetic;
 use safetensors::{Dtype, SafeTensors};
 use serde_json::{Value, json};
-use std::{path::Path, process::Output};
+use std::process::Output;
+use test_support::{DEMO, files::copy_dir};
 
 /// A change to a config.
 type Change<'a> = dyn Fn(&mut Value) + 'a;
@@ -27,25 +25,11 @@ pub fn micro(name: &str) -> (Tensors, Value) {
     read(&std::fs::read(format!("{}/tests/fixtures/micro/{name}.safetensors", env!("CARGO_MANIFEST_DIR"))).unwrap())
 }
 
-fn write(dir: &Path, (tensors, config): &(Tensors, Value)) {
-    std::fs::write(dir.join("model.safetensors"), serialized(tensors)).unwrap();
-    std::fs::write(dir.join("config.json"), config.to_string()).unwrap();
-}
-
-fn logits(checkpoint: &(Tensors, Value)) -> Vec<f32> {
-    let dir = tempfile::tempdir().unwrap();
-    write(dir.path(), checkpoint);
-    let ids: Vec<u32> = (5..25).collect();
-    prefill(&mut load(dir.path(), CpuArithmetic::Integer), &ids, 100).0.data.to_vec()
-}
-
 /// The error of loading a checkpoint after `damage` changed its tensors or configuration.
 pub fn refusal(name: &str, damage: impl FnOnce(&mut Tensors, &mut Value)) -> String {
-    let mut checkpoint = micro(name);
-    damage(&mut checkpoint.0, &mut checkpoint.1);
-    let dir = tempfile::tempdir().unwrap();
-    write(dir.path(), &checkpoint);
-    load_error(dir.path())
+    let mut layout = Layout::of(name);
+    damage(&mut layout.tensors, &mut layout.config);
+    layout.refusal()
 }
 
 /// The `quantization` table with every path rewritten by `spell`.
@@ -58,13 +42,8 @@ fn spelled(config: &Value, spell: impl Fn(&str) -> String) -> Value {
 #[test]
 fn all_table_spellings_give_same_logits() {
     for name in ["mixed", "affine4", "mxfp4", "mxfp8", "nvfp4"] {
-        let (tensors, config) = micro(name);
-        let known = logits(&(tensors.clone(), config.clone()));
-        let changed = |change: &dyn Fn(&mut Value)| {
-            let mut config = config.clone();
-            change(&mut config);
-            logits(&(tensors.clone(), config))
-        };
+        let whole = Layout::of(name);
+        let known = whole.logits();
         let under = |prefix: &'static str| {
             move |key: &str| format!("{prefix}{}", key.strip_prefix("language_model.model.").unwrap_or(key))
         };
@@ -90,7 +69,9 @@ fn all_table_spellings_give_same_logits() {
             ("no table", &|c| drop(c.as_object_mut().unwrap().remove("quantization"))),
         ];
         for (what, change) in cases {
-            assert!(changed(change) == known, "{name}: {what}");
+            let mut layout = whole.clone();
+            change(&mut layout.config);
+            assert!(layout.logits() == known, "{name}: {what}");
         }
     }
 }
@@ -155,11 +136,9 @@ fn non_mlx_formats_are_refused_by_name() {
 /// Adds a constant to the norms of queries and keys of the demo model, and returns the output of `moestro generate`.
 fn shifted(by: f32) -> Output {
     let dir = tempfile::tempdir().unwrap();
-    let file = |name: &str| moestro::demo::file(name).unwrap();
-    for name in ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"] {
-        std::fs::write(dir.path().join(name), file(name)).unwrap();
-    }
-    let (mut tensors, _) = read(file("model.safetensors"));
+    copy_dir(DEMO, dir.path());
+    let path = dir.path().join("model.safetensors");
+    let mut tensors = tensor_file::read(&std::fs::read(&path).unwrap());
     for (name, (dtype, _, data)) in &mut tensors {
         if name.ends_with("q_norm.weight") || name.ends_with("k_norm.weight") {
             assert_eq!(*dtype, Dtype::BF16);
@@ -168,7 +147,7 @@ fn shifted(by: f32) -> Output {
             }
         }
     }
-    write(dir.path(), &(tensors, serde_json::from_slice(file("config.json")).unwrap()));
+    std::fs::write(path, serialized(&tensors)).unwrap();
     let home = tempfile::tempdir().unwrap();
     moestro(home.path()).args(["generate", "-p", "Hi", "--temp", "0"]).arg(dir.path()).output().unwrap()
 }

@@ -4,14 +4,12 @@
 use crate::{layouts::respell, program::moestro};
 use serde_json::{Value, json};
 use std::{fs, path::Path, process::Output};
+use test_support::{DEMO, files::copy_dir};
 
 /// Changes the files of the demo and asks a question.
 fn ask(change: impl FnOnce(&Path)) -> Output {
     let dir = tempfile::tempdir().unwrap();
-    let names = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"];
-    for name in names.into_iter().chain(["chat_template.jinja", "model.safetensors"]) {
-        fs::write(dir.path().join(name), moestro::demo::file(name).unwrap()).unwrap();
-    }
+    copy_dir(DEMO, dir.path());
     change(dir.path());
     let home = tempfile::tempdir().unwrap();
     let args = ["generate", "-p", "What is 12+7?", "--temp", "0", "--thinking", "off", "--max-tokens", "60"];

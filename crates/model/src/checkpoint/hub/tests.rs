@@ -147,20 +147,6 @@ fn broken_connection_is_resumed() {
 }
 
 #[test]
-fn next_run_resumes_the_download() {
-    let (hub, _home, client) = hub_and_client();
-    hub.change(break_second_shard);
-    let text = pull_error(&client);
-    assert!(text.contains("model-2.safetensors"), "{text}");
-    assert!(client.local("org/name").is_none(), "an incomplete model is not found");
-    hub.change(restart);
-    pull(&client);
-    assert_eq!(hub.starts("model-2.safetensors"), [70_000]);
-    assert_eq!(hub.starts("model-1.safetensors"), [0; 0]);
-    assert!(client.local("org/name").is_some());
-}
-
-#[test]
 fn blobs_of_other_revisions_are_reused() {
     let (hub, home, client) = hub_and_client();
     let dir = client.pull("org/name", "main", &|_| ()).unwrap();
@@ -218,7 +204,7 @@ fn responses_without_content_range_are_enough() {
 }
 
 #[test]
-fn responses_that_hide_their_range_are_not_mixed_up() {
+fn responses_without_range_are_not_mixed_up() {
     for (hides_lengths, sends_whole_as_range) in [(true, false), (true, true), (false, true)] {
         let (hub, _home, client) = hub_with_pieces();
         hub.change(|state| {
@@ -380,6 +366,7 @@ fn interrupted_pieces_resume_where_they_stopped() {
     });
     let text = pull_error(&client);
     assert!(text.contains("model-1.safetensors"), "{text}");
+    assert!(client.local("org/name").is_none(), "an incomplete model is not found");
     let blob = blobs(&home).join(hash(&noise(1, 300_000)));
     let map: serde_json::Value = serde_json::from_slice(&fs::read(blob.with_extension("map")).unwrap()).unwrap();
     let missing: Vec<[u64; 2]> = serde_json::from_value(map["missing"].clone()).unwrap();
