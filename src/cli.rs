@@ -391,10 +391,7 @@ mod tests {
             let typed = ["moestro", "serve"].iter().chain(flags);
             help::command().try_get_matches_from(typed).map(|_| ()).unwrap_err().to_string()
         };
-        assert!(refused(&["--top-p", "1.5"]).contains("not between 0 and 1"));
         assert!(refused(&["--temp", "nan"]).contains("a number from 0 to 2"));
-        assert!(refused(&["--temp", "-1"]).contains("a number from 0 to 2"));
-        assert!(refused(&["--threads", "0"]).contains("from 1 to 1024"));
         assert!(refused(&["--threads", "10000"]).contains("from 1 to 1024"));
         assert!(refused(&["--io-threads", "100000"]).contains("from 1 to 1024"));
         assert!(refused(&["--ctx-size", "4611686018427387904"]).contains("from 1 to 16777216"));
@@ -402,10 +399,5 @@ mod tests {
         assert!(refused(&["--max-queue", "99999999"]).contains("from 0 to 65536"));
         assert!(refused(&["--allowed-host", "http://x"]).contains("without scheme or port"));
         assert!(refused(&["--api-key", "a", "--api-key-file", "b"]).contains("cannot be used with"));
-        assert!(refused(&["--memory-limit", "8Q"]).contains("8GiB"));
-        assert!(refused(&["--api-key", ""]).contains("empty"));
-        assert!(refused(&["--port", "70000"]).contains("65535"));
-        assert!(refused(&["--cors", "example.com"]).contains("https://"));
-        assert!(refused(&["--device", "tpu"]).contains("cuda"));
     }
 }

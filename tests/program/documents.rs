@@ -2,14 +2,14 @@
 //!
 //! A command that this test does not run is listed in `tests/program/documents_not_run.txt` with the reason.
 
+use crate::process::Process;
 use clap::{CommandFactory, Parser};
 use moestro::cli::Cli;
 use std::{
     collections::BTreeSet,
     fs,
-    io::{BufRead, BufReader},
     path::{Path, PathBuf},
-    process::{Child, Command, Stdio},
+    process::{Command, Stdio},
 };
 
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");
@@ -229,26 +229,6 @@ fn not_run() -> Vec<(String, String)> {
     text.lines().map(|line| entry(line).unwrap_or_else(|| panic!("no reason: {line}"))).collect()
 }
 
-/// A server with the demo model. Dropping this value ends the server.
-struct Server(Child);
-
-impl Server {
-    fn start(home: &Path) -> (Self, u64) {
-        let mut child = moestro(home).args(["serve", "--port", "0"]).stdout(Stdio::piped()).spawn().unwrap();
-        let mut line = String::new();
-        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
-        let ready: serde_json::Value = serde_json::from_str(&line).unwrap();
-        (Self(child), ready["port"].as_u64().unwrap())
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
 /// A command that runs `moestro` on the CPU with its own home directory and without settings from the environment.
 fn moestro(home: &Path) -> Command {
     let mut command = crate::program::moestro(home);
@@ -265,7 +245,8 @@ fn commands_in_documents_run() {
     for (prefix, why) in &skipped {
         assert!(!why.is_empty() && commands.iter().any(|command| command.starts_with(prefix)), "obsolete: {prefix}");
     }
-    let (server, port) = Server::start(home.path());
+    let server = Process::start(&[]);
+    let port = server.port;
     let here = [("localhost:5413", format!("localhost:{port}")), ("moestro ps", format!("moestro ps --port {port}"))];
     let mut failed = Vec::new();
     for command in commands {

@@ -21,8 +21,8 @@ fn serve(home: &Path, args: &[&str]) -> Command {
 fn exiting(output: &Output) -> (Value, &str) {
     let stdout = std::str::from_utf8(&output.stdout).unwrap();
     let stderr = std::str::from_utf8(&output.stderr).unwrap();
-    assert_eq!(stdout.lines().count(), 1, "{stdout} {stderr}");
-    (serde_json::from_str(stdout).unwrap(), stderr.lines().next_back().unwrap().trim_start_matches("moestro: "))
+    assert_eq!((stdout.lines().count(), stderr.lines().count()), (1, 1), "{stdout} {stderr}");
+    (serde_json::from_str(stdout).unwrap(), stderr.trim_end().strip_prefix("moestro: ").unwrap())
 }
 
 #[test]
@@ -56,9 +56,9 @@ fn failed_start_prints_its_reason() {
 #[test]
 fn usage_error_prints_no_event() {
     let home = tempfile::tempdir().unwrap();
-    for args in [&["--no-such-flag"][..], &["--top-p", "2"], &["--port", "x"]] {
-        let output = serve(home.path(), args).output().unwrap();
-        assert_eq!((output.status.code(), output.stdout.len()), (Some(2), 0), "{args:?}");
+    for line in ["serve --no-such-flag", "serve --top-p 2", "serve --port x", "", "generate", "dance"] {
+        let output = moestro(home.path()).args(line.split_whitespace()).stdin(Stdio::null()).output().unwrap();
+        assert_eq!((output.status.code(), output.stdout.len()), (Some(2), 0), "{line}");
     }
 }
 

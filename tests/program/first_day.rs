@@ -1,12 +1,12 @@
 //! Tests of what a new user sees: names, settings, the demo, services, and files on the disk.
 
 use crate::program;
-use moestro::demo;
 use std::{
     fs,
     path::{Path, PathBuf},
     process::Output,
 };
+use test_support::{DEMO, files::copy_dir};
 
 /// Runs the program with variables, `NAME=VALUE`.
 fn moestro(home: &Path, variables: &[&str], args: &[&str]) -> Output {
@@ -24,13 +24,7 @@ fn output_of(home: &Path, variables: &[&str], args: &[&str]) -> String {
 /// Copies the demo to the user's model directory.
 fn copy_demo(home: &Path, name: &str) -> PathBuf {
     let dir = home.join(".local/share/moestro/models").join(name);
-    fs::create_dir_all(&dir).unwrap();
-    for file in
-        ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"]
-    {
-        fs::write(dir.join(file), demo::file(file).unwrap()).unwrap();
-    }
-    fs::write(dir.join("chat_template.jinja"), demo::file("chat_template.jinja").unwrap()).unwrap();
+    copy_dir(DEMO, &dir);
     dir
 }
 

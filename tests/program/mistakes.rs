@@ -44,6 +44,7 @@ fn wrong_names_and_values_get_a_sentence() {
         &[
             (&in_use, "is in use; --port takes another one, --port 0 any that is free"),
             ("serve ~/models/nope", "no such directory"),
+            ("serve /etc/hosts", "not a checkpoint: it is a file"),
             ("serve nope", "`moestro list` shows the models on this machine; org/name is a model"),
             ("bench nope", "`moestro list` shows the models on this machine"),
             ("info -m nope", "no such directory: nope"),
@@ -135,6 +136,8 @@ fn flags_of_other_programs_get_a_sentence() {
             ("serve -ctk q8_0", "--kv-bits 16, 8 or 4"),
             ("serve --turbo-kv", "--kv-bits 16, 8 or 4"),
             ("serve -b 512", "--prefill-chunk"),
+            ("serve -lv 4", "--log-level"),
+            ("serve --embeddings", "there are no embeddings"),
             ("serve --alias x", "[models.NAME]"),
             ("serve --served-model-name x", "[models.NAME]"),
             ("serve --lora x", "merge them into the model"),

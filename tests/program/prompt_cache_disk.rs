@@ -8,7 +8,6 @@ use crate::{
 use serde_json::Value;
 use std::{
     fs,
-    os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
     process::Command,
     thread,
@@ -86,28 +85,6 @@ fn full_disk_is_not_used_again() {
     // No temporary file is left.
     let names: Vec<PathBuf> = files(dir.path(), "");
     assert!(names.iter().all(|path| !path.to_str().unwrap().ends_with("partial")), "{names:?}");
-}
-
-#[test]
-fn unwritable_directory_is_not_used() {
-    let (dir, turns) = (tempfile::tempdir().unwrap(), agent(2, true));
-    fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o555)).unwrap();
-    let forbidden = match fs::create_dir(dir.path().join("tried")) {
-        Err(_) => dir.path(),
-        // Root ignores permissions, but /proc is never writable.
-        Ok(()) => Path::new("/proc/self"),
-    };
-    let server = Server::start(Command::new(MOESTRO), forbidden);
-    assert!(server.disk().is_null());
-    for (messages, expected) in turns.iter().zip(answers(&turns)) {
-        assert_eq!(server.ask(messages).0, expected);
-    }
-    let warnings = server.warnings();
-    assert_eq!(warnings.len(), 1, "{warnings:?}");
-    assert!(
-        warnings[0].contains("cannot open the prompt cache directory; running without a disk cache"),
-        "{warnings:?}"
-    );
 }
 
 /// The files below `dir` whose names end with `ending`, largest first.

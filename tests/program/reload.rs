@@ -2,7 +2,7 @@
 
 #![cfg(unix)]
 
-use crate::process::{Process, reload};
+use crate::process::{self, Process};
 use serde_json::Value;
 use std::{fs, path::Path, thread, time::Duration};
 use test_support::{
@@ -27,12 +27,12 @@ fn hangup_reloads_the_configuration() {
     assert!(accepts("old") && !accepts("new"));
 
     fs::write(file, "api-key = \"new\"\nkeep-alive = \"200ms\"\n").unwrap();
-    let line = reload(server.id(), &logs);
+    let line = process::reload(server.id(), &logs);
     assert!(line.contains("cannot reload the configuration"), "{line}");
     assert!(accepts("old") && !accepts("new"), "an invalid file changes nothing");
 
     fs::write(file, "api-key = \"new\"\nkeep-alive = \"0.2\"\n").unwrap();
-    let line = reload(server.id(), &logs);
+    let line = process::reload(server.id(), &logs);
     assert!(line.contains("reloaded the configuration"), "{line}");
     assert!(accepts("new") && !accepts("old"));
     let is_unloaded = |_| {
@@ -57,34 +57,6 @@ fn model_directory_is_found_after_another_model() {
     }
 }
 
-#[test]
-fn refused_reload_keeps_settings_of_other_models() {
-    let dir = tempfile::tempdir().unwrap();
-    let [file, models, prompts, logs] = ["moestro.toml", "models", "prompts", "logs"].map(|name| dir.path().join(name));
-    copy_demo(&models.join("mine"));
-    let settings = "memory-limit = \"512M\"\nmax-tokens = 2\n";
-    fs::write(&file, settings).unwrap();
-    let [file, models, prompts, log_dir] = [&file, &models, &prompts, &logs].map(|path| path.to_str().unwrap());
-    let server = Process::start(&[
-        "--config",
-        file,
-        "--models-dir",
-        models,
-        "--prompt-cache-dir",
-        prompts,
-        "--log-dir",
-        log_dir,
-    ]);
-    fs::write(file, format!("{settings}port = \n")).unwrap();
-    let line = reload(server.id(), &logs);
-    assert!(line.contains("cannot reload the configuration"), "{line}");
-    for model in ["mine", "moestro-demo"] {
-        let body = format!(r#"{{"model": "{model}", "messages": [{{"role": "user", "content": "One, two,"}}]}}"#);
-        let answer: Value = serde_json::from_str(&server.ask("POST", "/v1/chat/completions", &body)).unwrap();
-        assert_eq!((&answer["model"], &answer["usage"]["completion_tokens"]), (&model.into(), &2.into()), "{answer}");
-    }
-}
-
 /// An editor may have written only a part of the file when the server reads it.
 #[test]
 fn half_written_file_is_not_loaded() {
@@ -98,13 +70,14 @@ fn half_written_file_is_not_loaded() {
         "allowed-host = \"host.example\"",
         &format!("models-dir = {:?}", models.to_str().unwrap()),
         "keep-alive = \"600\"",
+        "max-tokens = 2",
     ];
     fs::write(&file, lines.join("\n")).unwrap();
     let [config, prompts, log_dir] = [&file, &prompts, &logs].map(|path| path.to_str().unwrap());
     let server = Process::start(&["--config", config, "--prompt-cache-dir", prompts, "--log-dir", log_dir]);
     let reload = |text: &str| {
         fs::write(&file, text).unwrap();
-        reload(server.id(), &logs)
+        process::reload(server.id(), &logs)
     };
     // Each text is the beginning of the file, or lacks a line.
     let without = |name: &str| lines.into_iter().filter(|line| !line.starts_with(name)).collect::<Vec<_>>().join("\n");
@@ -125,6 +98,15 @@ fn half_written_file_is_not_loaded() {
         let list = server.ask("GET", "/v1/models?key=old", "");
         assert!(list.contains("mine") && list.contains("moestro-demo"), "{text}: {list}");
         assert!(!server.ask("GET", "/v1/models", "").contains("moestro-demo"), "{text}");
+    }
+    fs::remove_file(&file).unwrap();
+    let last = process::reload(server.id(), &logs);
+    assert!(last.contains("cannot reload the configuration"), "{last}");
+    // The models of the old configuration are loaded with its settings.
+    for model in ["mine", "moestro-demo"] {
+        let body = format!(r#"{{"model": "{model}", "messages": [{{"role": "user", "content": "One, two,"}}]}}"#);
+        let answer: Value = serde_json::from_str(&server.ask("POST", "/v1/chat/completions?key=old", &body)).unwrap();
+        assert_eq!((&answer["model"], &answer["usage"]["completion_tokens"]), (&model.into(), &2.into()), "{answer}");
     }
     reload(&lines.join("\n").replace("old", "new"));
     assert!(server.ask("GET", "/v1/models?key=new", "").contains("mine"));

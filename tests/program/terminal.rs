@@ -2,11 +2,11 @@
 #![cfg(target_os = "linux")]
 
 use crate::{
-    process::exchange,
+    process::{Process, exchange},
     program::{MOESTRO, isolate, quoted},
 };
 use std::{
-    io::{BufRead, BufReader, Read, Write},
+    io::{Read, Write},
     net::{Shutdown, TcpListener, TcpStream},
     os::{fd::OwnedFd, unix::fs::PermissionsExt},
     path::Path,
@@ -328,15 +328,10 @@ fn text_typed_ahead_is_kept() {
 #[test]
 fn chat_asks_server_that_has_the_model() {
     let home = tempfile::tempdir().unwrap();
-    let mut server = isolated(MOESTRO, home.path());
-    server.args(["serve", "--port", "0"]).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
-    let mut server = server.spawn().unwrap();
-    let mut line = String::new();
-    BufReader::new(server.stdout.take().unwrap()).read_line(&mut line).unwrap();
-    let ready: serde_json::Value = serde_json::from_str(&line).unwrap();
-    let address = format!("--port {}", ready["port"]);
+    let server = Process::start(&[]);
+    let address = format!("--port {}", server.port);
     let mut chat = Terminal::begin(home.path(), &format!("{CHAT} {address}"));
-    chat.wait(&format!("moestro-demo at http://127.0.0.1:{} on cpu", ready["port"]));
+    chat.wait(&format!("moestro-demo at http://127.0.0.1:{} on cpu", server.port));
     chat.wait(">>> ");
     chat.say("What is 12+7?", "12 + 7 = 19.");
     chat.say("/retry", "12 + 7 = 19.");
@@ -346,8 +341,6 @@ fn chat_asks_server_that_has_the_model() {
     chat.wait("moestro-demo on cpu, all experts in memory, context 4096");
     chat.wait(">>> ");
     chat.end(CTRL_D);
-    server.kill().unwrap();
-    server.wait().unwrap();
 }
 
 /// A checkpoint that sees images, in the fixtures.
@@ -359,13 +352,8 @@ fn images_are_shown_to_every_model() {
     let image = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/vision/images/noise.jpg");
     let broken = home.path().join("broken.png");
     std::fs::write(&broken, "no image").unwrap();
-    let mut server = isolated(MOESTRO, home.path());
-    server.args(["serve", VISION, "--port", "0", "--ctx-size", "1024"]);
-    let mut server = server.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
-    let mut line = String::new();
-    BufReader::new(server.stdout.take().unwrap()).read_line(&mut line).unwrap();
-    let ready: serde_json::Value = serde_json::from_str(&line).unwrap();
-    let remote = format!("--port {}", ready["port"]);
+    let server = Process::start(&[VISION, "--ctx-size", "1024"]);
+    let remote = format!("--port {}", server.port);
     for (flags, name) in [(remote.as_str(), "mlx_4bit at http://"), ("--ctx-size 1024", "mlx_4bit on cpu")] {
         let mut chat = Terminal::begin(home.path(), &format!("run {} --temp 0 --max-tokens 4 {flags}", quoted(VISION)));
         chat.wait(name);
@@ -387,8 +375,6 @@ fn images_are_shown_to_every_model() {
         chat.say("And now?", "answer 4 tokens");
         chat.end(CTRL_D);
     }
-    server.kill().unwrap();
-    server.wait().unwrap();
     let mut chat = Terminal::chat(home.path());
     chat.say(&format!("/image {image}"), "this model cannot see images");
     chat.end(CTRL_D);

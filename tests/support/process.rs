@@ -8,7 +8,7 @@ use std::{
     io::{BufRead, BufReader, Read, Write},
     net::TcpStream,
     path::Path,
-    process::{Child, Command, Stdio},
+    process::{Child, ChildStdout, Command, Stdio},
     thread,
     time::{Duration, Instant},
 };
@@ -48,12 +48,30 @@ pub fn send(port: u16, line: &str, headers: &str, body: &str) -> TcpStream {
 pub fn exchange(port: u16, line: &str, headers: &str, body: &str) -> String {
     let mut answer = String::new();
     send(port, line, headers, body).read_to_string(&mut answer).unwrap();
-    answer
+    match answer.split_once("\r\n\r\n") {
+        Some((head, body)) if head.contains("transfer-encoding: chunked") => {
+            format!("{head}\r\n\r\n{}", joined_chunks(body))
+        }
+        _ => answer,
+    }
+}
+
+/// The data of a chunked body. A chunk may end within an event.
+fn joined_chunks(mut chunks: &str) -> String {
+    let mut data = String::new();
+    while let Some((size, rest)) = chunks.split_once("\r\n") {
+        let (chunk, rest) = rest.split_at(usize::from_str_radix(size, 16).unwrap());
+        data += chunk;
+        chunks = rest.strip_prefix("\r\n").unwrap();
+    }
+    data
 }
 
 /// A server process. Dropping this value kills the server.
 pub struct Process {
     child: Child,
+    /// What the server prints after the line that reports readiness.
+    pub stdout: BufReader<ChildStdout>,
     /// The server's home directory.
     _home: tempfile::TempDir,
     pub port: u16,
@@ -71,7 +89,12 @@ impl Process {
     /// `moestro`, or a program that executes `moestro` with the arguments it gets. Memory limits in `args` thus suffice
     /// on machines with many cores, too. [`program::isolate`] is applied to `command`. Prompts are cached on disk only if
     /// `args` name the directory.
-    pub fn spawn(mut command: Command, args: &[&str]) -> Self {
+    pub fn spawn(command: Command, args: &[&str]) -> Self {
+        Self::spawn_with(command, args, Stdio::null())
+    }
+
+    /// Like [`Process::spawn`], with another stderr.
+    pub fn spawn_with(mut command: Command, args: &[&str], stderr: Stdio) -> Self {
         let home = tempfile::tempdir().unwrap();
         program::isolate(&mut command, home.path());
         let names_dir = args.contains(&"--prompt-cache-dir");
@@ -79,18 +102,32 @@ impl Process {
             .args(["serve", "--port", "0", "--device", "cpu", "--threads", "2"])
             .args(if names_dir { &[][..] } else { &["--prompt-cache-dir", "off"] })
             .args(args)
+            .stdin(Stdio::null())
             .stdout(Stdio::piped())
-            .stderr(Stdio::null())
+            .stderr(stderr)
             .spawn()
             .unwrap();
         let mut line = String::new();
-        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        let mut stdout = BufReader::new(child.stdout.take().unwrap());
+        stdout.read_line(&mut line).unwrap();
         let ready: Value = serde_json::from_str(&line).expect("the ready line");
-        Self { child, _home: home, port: ready["port"].as_u64().unwrap() as u16, ready }
+        Self { child, stdout, _home: home, port: ready["port"].as_u64().unwrap() as u16, ready }
     }
 
     pub fn id(&self) -> u32 {
         self.child.id()
+    }
+
+    /// Waits until the server has exited and returns its exit code.
+    pub fn exit_code(&mut self) -> Option<i32> {
+        let begin = Instant::now();
+        loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                return status.code();
+            }
+            assert!(begin.elapsed() < Duration::from_secs(60), "still running");
+            thread::sleep(Duration::from_millis(5));
+        }
     }
 
     /// Sends a request and returns the response body.
