@@ -3,7 +3,7 @@
 
 use crate::{
     common::{fixtures::FIXTURES, load, load_error, tensor_file::serialized},
-    layouts::{Layout, check_same, logits},
+    layouts::{INDEX, Layout, POINTER, check_same, logits},
     quantizations::read,
 };
 use moestro_compute::device::CpuArithmetic;
@@ -11,9 +11,6 @@ use moestro_model::model::Model;
 use safetensors::Dtype;
 use serde_json::json;
 use std::{collections::BTreeMap, fs, path::Path};
-
-const INDEX: &str = "model.safetensors.index.json";
-const POINTER: &str = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n";
 
 /// The error of loading a small checkpoint whose directory was changed.
 fn refusal(change: impl FnOnce(&Path)) -> String {

@@ -122,14 +122,15 @@ impl Index {
     /// Reads the headers of the [`WeightFiles`] in `dir`.
     ///
     /// # Errors
-    /// The directory has no weight files. A weight file is invalid or truncated. Two files have the same tensor.
+    /// The directory has no weight files. A weight file is invalid or truncated. Two files have the same tensor, and the
+    /// index names neither of them for it.
     pub fn open(dir: &Path) -> Result<Self, StoreError> {
         let files = WeightFiles::in_dir(dir)?;
         let mut index = Self::empty(dir);
         index.missing = files.describe_missing();
         index.ignores_index = files.ignores_index;
         for name in &files.chosen {
-            index.add(dir.join(name))?;
+            index.add(dir.join(name), &files.listed)?;
         }
         index.chosen = index.files.len();
         for name in &files.others {
@@ -141,7 +142,7 @@ impl Index {
     /// Reads the header of a single file of the checkpoint in `dir`.
     pub fn open_file(dir: &Path, path: PathBuf) -> Result<Self, StoreError> {
         let mut index = Self::empty(dir);
-        index.add(path)?;
+        index.add(path, &BTreeMap::new())?;
         index.chosen = index.files.len();
         Ok(index)
     }
@@ -206,7 +207,8 @@ impl Index {
         }
     }
 
-    fn add(&mut self, path: PathBuf) -> Result<(), StoreError> {
+    /// Adds a file. Of a tensor that several files have, the file counts that the index names, `listed`.
+    fn add(&mut self, path: PathBuf, listed: &BTreeMap<String, String>) -> Result<(), StoreError> {
         let io = StoreError::at(&path);
         let bad = |why: String| StoreError::NotACheckpoint { path: path.clone(), why };
         let mut file = open_regular_file(&path).map_err(io)?;
@@ -247,9 +249,14 @@ impl Index {
                 dtype,
                 shape,
             };
-            if self.tensors.insert(name.clone(), entry).is_some() {
-                return Err(bad(format!("tensor {name} is also in another shard")));
+            if let Some(other) = self.tensors.get(&name) {
+                match listed.get(&name).map(|file| self.dir.join(file)) {
+                    Some(file) if file == self.path(other) => continue,
+                    Some(file) if file == path => {}
+                    _ => return Err(bad(format!("tensor {name} is also in another shard, and no index chooses one"))),
+                }
             }
+            self.tensors.insert(name, entry);
         }
         ranges.sort();
         // An empty tensor overlaps no other tensor.

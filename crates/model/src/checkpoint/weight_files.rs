@@ -29,13 +29,15 @@ pub struct WeightFiles {
     pub others: BTreeSet<String>,
     /// True if the index names files that do not exist, but other files are complete.
     pub ignores_index: bool,
+    /// The file of each tensor, as the index says.
+    pub listed: BTreeMap<String, String>,
 }
 
 impl WeightFiles {
     /// Chooses among the files in `dir`.
     ///
     /// # Errors
-    /// There are no weight files, or those of several models. The index names a file outside of `dir`, or cannot be read.
+    /// There are no weight files, or those of several models. The index names a file outside of `dir`.
     pub fn in_dir(dir: &Path) -> Result<Self, StoreError> {
         let mut all = BTreeSet::new();
         for entry in std::fs::read_dir(dir).map_err(StoreError::at(dir))? {
@@ -44,11 +46,12 @@ impl WeightFiles {
         // `exists` is false for a link to a file that was deleted.
         let mut names: BTreeSet<String> =
             all.iter().filter(|name| is_inside(name) && dir.join(name).exists()).cloned().collect();
-        let listed = listed_files(dir)?;
-        let in_folders = listed.iter().map(String::as_str).chain(TOWER_FILES);
+        let listed = read_index(dir)?;
+        let in_folders = listed.values().map(String::as_str).chain(TOWER_FILES);
         names.extend(in_folders.filter(|name| dir.join(name).exists()).map(str::to_owned));
         let not_a_checkpoint = |why| StoreError::NotACheckpoint { path: dir.to_path_buf(), why };
-        let files = Self::choose(&names, &listed).map_err(not_a_checkpoint)?;
+        let chosen = Self::choose(&names, &listed.values().cloned().collect()).map_err(not_a_checkpoint)?;
+        let files = Self { listed, ..chosen };
         if files.chosen.is_empty() {
             let why = match files.describe_missing() {
                 Some(why) => format!("{why}; `moestro pull ORG/NAME` downloads them"),
@@ -109,7 +112,7 @@ impl WeightFiles {
         let towers = available.iter().filter(|name| TOWER_FILES.contains(&name.as_str()));
         let others = usual.iter().chain(towers).filter(|name| !chosen.contains(*name)).cloned().collect();
         let ignores_index = missing.is_empty() && !listed.is_subset(available);
-        Ok(Self { chosen, missing, others, ignores_index })
+        Ok(Self { chosen, missing, others, ignores_index, ..Self::default() })
     }
 
     /// Says how many files are missing. `None` if no file is missing.
@@ -186,36 +189,35 @@ fn is_inside(name: &str) -> bool {
     name.ends_with(ENDING) && !name.contains('\0') && name.split('/').all(|part| !["", ".", ".."].contains(&part))
 }
 
-/// The files that the index file in `dir` names. Empty without an index file. An index file that is not an index is
-/// logged, and the files decide.
+/// The file of each tensor, as the index file in `dir` says. Empty without an index file. An index file that cannot be
+/// read, or is not an index, is logged, and the files decide.
 ///
 /// # Errors
-/// The index file cannot be read, or names a file outside of `dir`.
-pub fn listed_files(dir: &Path) -> Result<BTreeSet<String>, StoreError> {
+/// The index file names a file outside of `dir`.
+pub fn read_index(dir: &Path) -> Result<BTreeMap<String, String>, StoreError> {
     #[derive(Deserialize)]
     struct ShardIndex {
         weight_map: BTreeMap<String, String>,
     }
     let path = dir.join(INDEX);
-    let text = match read_json_file(&path, MAX_INDEX_BYTES) {
-        Ok(text) => text,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(BTreeSet::new()),
-        Err(error) => return Err(StoreError::at(&path)(error)),
-    };
-    let names: BTreeSet<String> = match serde_json::from_slice::<ShardIndex>(&text) {
-        Ok(index) => index.weight_map.into_values().map(|name| name.trim_start_matches("./").to_owned()).collect(),
+    let read = read_json_file(&path, MAX_INDEX_BYTES).and_then(|text| Ok(serde_json::from_slice::<ShardIndex>(&text)?));
+    let mut listed = match read {
+        Ok(index) => index.weight_map,
         Err(error) => {
-            tracing::warn!(file = %path.display(), %error, "cannot read the index; using the weight files that exist");
-            return Ok(BTreeSet::new());
+            if error.kind() != std::io::ErrorKind::NotFound {
+                tracing::warn!(file = %path.display(), %error, "cannot read the index; using the weight files that exist");
+            }
+            return Ok(BTreeMap::new());
         }
     };
-    match names.iter().find(|name| !is_inside(name)) {
-        Some(name) => {
+    for name in listed.values_mut() {
+        *name = name.trim_start_matches("./").to_owned();
+        if !is_inside(name) {
             let why = format!("its index names {name:?}, which is not a safetensors file in its directory");
-            Err(StoreError::NotACheckpoint { path: dir.to_path_buf(), why })
+            return Err(StoreError::NotACheckpoint { path: dir.to_path_buf(), why });
         }
-        None => Ok(names),
     }
+    Ok(listed)
 }
 
 #[cfg(test)]

@@ -3,7 +3,7 @@
 use super::cache::is_hash;
 use crate::checkpoint::{
     mtp::HEAD_FILES,
-    weight_files::{INDEX, MAX_INDEX_BYTES, TOWER_FILES, WeightFiles, listed_files},
+    weight_files::{INDEX, MAX_INDEX_BYTES, TOWER_FILES, WeightFiles, read_index},
 };
 use moestro_base::error::StoreError;
 use serde::Deserialize;
@@ -154,7 +154,8 @@ impl RepoListing {
 
     fn weight_files(&self, dir: &Path) -> Result<WeightFiles, StoreError> {
         let available = self.siblings.iter().map(|file| file.name.clone()).filter(|name| is_weights(name)).collect();
-        let listed = if self.find(INDEX).is_some() { listed_files(dir)? } else { BTreeSet::new() };
+        let listed =
+            if self.find(INDEX).is_some() { read_index(dir)?.into_values().collect() } else { BTreeSet::new() };
         WeightFiles::choose(&available, &listed).map_err(StoreError::Other)
     }
 
