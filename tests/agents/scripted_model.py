@@ -190,7 +190,8 @@ def write_weights(path, chains, vocabulary, end):
     for at in ("model.layers.0.", "model.layers.1."):
         tensor(at + "input_layernorm.weight", HIDDEN, fill=one)
         tensor(at + "post_attention_layernorm.weight", HIDDEN, fill=one)
-        tensor(at + "mlp.gate.weight", EXPERTS, HIDDEN)
+        # The server reports a layer of which every matrix is zero.
+        tensor(at + "mlp.gate.weight", EXPERTS, HIDDEN, fill=one)
         tensor(at + "mlp.shared_expert_gate.weight", 1, HIDDEN)
         for part, shape in (("shared_expert", ()), ("switch_mlp", (EXPERTS,))):
             tensor(f"{at}mlp.{part}.gate_proj.weight", *shape, INNER, HIDDEN)

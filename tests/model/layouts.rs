@@ -330,35 +330,10 @@ fn files_decide_over_stale_index() {
             ("an index that is no JSON", &|layout| layout.extras.push((INDEX.into(), b"{\"weight_map\": {".to_vec()))),
             ("an index that is a Git LFS pointer", &|layout| layout.extras.push((INDEX.into(), POINTER.into()))),
             ("an index that is a web page", &|layout| layout.extras.push((INDEX.into(), b"<!DOCTYPE html>".to_vec()))),
-            ("a tensor in two shards, the first in the index", &|layout| repeat_tensor(layout, true)),
-            ("a tensor in two shards, the second in the index", &|layout| repeat_tensor(layout, false)),
             ("an index without a map", &|layout| layout.extras.push((INDEX.into(), b"{\"metadata\": {}}".to_vec()))),
             ("an empty index", &|layout| layout.index = Some(BTreeMap::new())),
         ],
     );
-}
-
-/// Divides a model into two shards, and adds a tensor of one shard to the other shard, with other bytes. The index names
-/// the shard with the right bytes.
-fn repeat_tensor(layout: &mut Layout, is_in_first: bool) {
-    let index = layout.divide("model", 2);
-    let (right, other) = if is_in_first { (0, 1) } else { (1, 0) };
-    let [right, other] = [right, other].map(|number: usize| layout.files[number].clone());
-    let mut tensors = layout.tensors.clone();
-    tensors.retain(|name, _| index[name] == other);
-    let (repeated, _) = index.iter().find(|(_, file)| **file == right).unwrap();
-    let (dtype, shape, data) = layout.tensors[repeated].clone();
-    tensors.insert(repeated.clone(), (dtype, shape, vec![0; data.len()]));
-    layout.extras.push((other, serialized(tensors.iter())));
-    layout.index = Some(index);
-}
-
-#[test]
-fn repeated_tensor_needs_an_index() {
-    let mut layout = Layout::of("affine4");
-    repeat_tensor(&mut layout, true);
-    layout.index = None;
-    assert!(layout.refusal().contains("is also in another shard, and no index chooses one"), "{}", layout.refusal());
 }
 
 #[test]

@@ -178,3 +178,56 @@ fn other_contents_of_files_are_refused() {
         assert!(error.contains(file) && error.contains(reason), "{error}");
     }
 }
+
+/// Divides a model into `count` shards, and adds a tensor of one shard to the other shards, with other bytes. The index
+/// names the shard with the right bytes, number `right`.
+fn repeat_tensor(layout: &mut Layout, count: usize, right: usize) {
+    let index = layout.divide("model", count);
+    let files = layout.files.clone();
+    let (repeated, _) = index.iter().find(|(_, file)| **file == files[right]).unwrap();
+    let (dtype, shape, data) = layout.tensors[repeated].clone();
+    for other in files.iter().filter(|file| **file != files[right]) {
+        let mut tensors = layout.tensors.clone();
+        tensors.retain(|name, _| index[name] == *other);
+        tensors.insert(repeated.clone(), (dtype, shape.clone(), vec![0; data.len()]));
+        layout.extras.push((other.clone(), serialized(tensors.iter())));
+    }
+    layout.index = Some(index);
+}
+
+#[test]
+fn repeated_tensor_comes_from_indexed_shard() {
+    for (count, right) in [(2, 0), (2, 1), (3, 0), (3, 1), (3, 2)] {
+        let what = format!("shard {right} of {count}");
+        check_same("affine4", &[(&what, &|layout| repeat_tensor(layout, count, right))]);
+    }
+}
+
+#[test]
+fn repeated_tensor_needs_an_index() {
+    for count in [2, 3] {
+        let mut layout = Layout::of("affine4");
+        repeat_tensor(&mut layout, count, count - 1);
+        layout.index = None;
+        let [one, two] = [1, 2].map(|number| format!("model-{number:05}-of-{count:05}.safetensors"));
+        let error = layout.refusal();
+        let sentence = format!(" is in two shards, {one} and {two}, and no index says which one to use");
+        assert!(error.contains(&sentence), "{error}");
+    }
+}
+
+#[test]
+fn blank_embedding_and_head_are_refused() {
+    let blank = |parts: &[&str]| {
+        let mut layout = Layout::of("affine4");
+        let zeroed = layout.tensors.iter_mut().filter(|(name, _)| parts.iter().any(|part| name.contains(part)));
+        zeroed.for_each(|(_, (_, _, data))| data.fill(0));
+        layout
+    };
+    for (part, what) in [("embed_tokens", "the embedding"), ("lm_head", "the LM head"), ("", "the embedding")] {
+        let error = blank(&[part]).refusal();
+        assert!(error.contains(&format!("{what} is zero, as in a file whose download did not end")), "{part}: {error}");
+    }
+    // A layer that is zero does nothing.
+    blank(&["layers.0."]).logits();
+}

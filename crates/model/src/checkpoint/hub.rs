@@ -95,7 +95,7 @@ impl Hub {
         let commit = cache.commit()?;
         let dir = cache.snapshot(&commit);
         let is_complete = |files: &WeightFiles| files.missing.iter().all(|name| cache.is_absent(&commit, name));
-        let files = WeightFiles::in_dir(&dir).ok().filter(is_complete);
+        let files = WeightFiles::in_dir(&dir).ok().map(|(files, _)| files).filter(is_complete);
         (dir.join("config.json").exists() && files.is_some()).then_some(dir)
     }
 

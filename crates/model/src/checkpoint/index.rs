@@ -122,15 +122,19 @@ impl Index {
     /// Reads the headers of the [`WeightFiles`] in `dir`.
     ///
     /// # Errors
-    /// The directory has no weight files. A weight file is invalid or truncated. Two files have the same tensor, and the
-    /// index names neither of them for it.
+    /// The directory has no weight files. A weight file is invalid or truncated. Several files have the same tensor,
+    /// and the index names none of them for it.
     pub fn open(dir: &Path) -> Result<Self, StoreError> {
-        let files = WeightFiles::in_dir(dir)?;
+        let (files, listed) = WeightFiles::in_dir(dir)?;
         let mut index = Self::empty(dir);
         index.missing = files.describe_missing();
         index.ignores_index = files.ignores_index;
+        let mut unresolved = BTreeMap::new();
         for name in &files.chosen {
-            index.add(dir.join(name), &files.listed)?;
+            index.add(dir.join(name), &listed, &mut unresolved)?;
+        }
+        if let Some((name, second)) = unresolved.first_key_value() {
+            return Err(index.ambiguous_tensor(name, second));
         }
         index.chosen = index.files.len();
         for name in &files.others {
@@ -142,7 +146,8 @@ impl Index {
     /// Reads the header of a single file of the checkpoint in `dir`.
     pub fn open_file(dir: &Path, path: PathBuf) -> Result<Self, StoreError> {
         let mut index = Self::empty(dir);
-        index.add(path, &BTreeMap::new())?;
+        // A single file has no duplicate tensors, so nothing is unresolved.
+        index.add(path, &BTreeMap::new(), &mut BTreeMap::new())?;
         index.chosen = index.files.len();
         Ok(index)
     }
@@ -181,6 +186,14 @@ impl Index {
         }
     }
 
+    /// The error for a tensor that is in the file `second`, too, if the index does not say which file to use.
+    fn ambiguous_tensor(&self, name: &str, second: &Path) -> StoreError {
+        let first = self.tensors.get(name).map_or(&*self.dir, |entry| self.path(entry));
+        let [first, second] = [first, second].map(|path| path.strip_prefix(&self.dir).unwrap_or(path).display());
+        let why = format!("tensor {name} is in two shards, {first} and {second}, and no index says which one to use");
+        StoreError::NotACheckpoint { path: self.dir.clone(), why }
+    }
+
     /// Logs that files are missing, although the checkpoint has all tensors that the model needs.
     pub fn report_missing_files(&self) {
         let dir = self.dir.display();
@@ -207,8 +220,14 @@ impl Index {
         }
     }
 
-    /// Adds a file. Of a tensor that several files have, the file counts that the index names, `listed`.
-    fn add(&mut self, path: PathBuf, listed: &BTreeMap<String, String>) -> Result<(), StoreError> {
+    /// Adds a file. If several files have a tensor, the one that `listed` (the index) names is used. `unresolved` maps
+    /// each tensor that is in several files, so far without the named one, to the second of these files.
+    fn add(
+        &mut self,
+        path: PathBuf,
+        listed: &BTreeMap<String, String>,
+        unresolved: &mut BTreeMap<String, PathBuf>,
+    ) -> Result<(), StoreError> {
         let io = StoreError::at(&path);
         let bad = |why: String| StoreError::NotACheckpoint { path: path.clone(), why };
         let mut file = open_regular_file(&path).map_err(io)?;
@@ -251,9 +270,13 @@ impl Index {
             };
             if let Some(other) = self.tensors.get(&name) {
                 match listed.get(&name).map(|file| self.dir.join(file)) {
+                    Some(file) if file == path => _ = unresolved.remove(&name),
                     Some(file) if file == self.path(other) => continue,
-                    Some(file) if file == path => {}
-                    _ => return Err(bad(format!("tensor {name} is also in another shard, and no index chooses one"))),
+                    _ => {
+                        // A later file may be the one that the index names.
+                        unresolved.entry(name).or_insert_with(|| path.clone());
+                        continue;
+                    }
                 }
             }
             self.tensors.insert(name, entry);

@@ -21,6 +21,7 @@ use std::{
     cell::RefCell,
     collections::{BTreeMap, BTreeSet},
     os::unix::fs::FileExt,
+    path::Path,
     sync::Arc,
 };
 
@@ -419,6 +420,10 @@ pub struct TrunkLoader<'a> {
     slab: Option<Slab>,
     /// Total bytes of the matrices so far.
     len: usize,
+    /// Bytes of the matrices that have been compared with zero.
+    checked: usize,
+    /// The file of the last matrix.
+    last_file: &'a Path,
     vectors: Vec<f32>,
     /// The buffers of matrices and of small vectors.
     buffers: [ReservedBuffer; 2],
@@ -432,6 +437,8 @@ impl<'a> TrunkLoader<'a> {
             from,
             slab: None,
             len: 0,
+            checked: 0,
+            last_file: &from.index.dir,
             vectors: Vec::new(),
             buffers: [ReservedBuffer::Matrices, ReservedBuffer::Vectors],
             progress: None,
@@ -457,6 +464,34 @@ impl<'a> TrunkLoader<'a> {
     #[allow(clippy::len_without_is_empty)] // No code asks whether a trunk is empty.
     pub fn len(&self) -> usize {
         self.len
+    }
+
+    /// Checks that the embedding or the head `part`, which was read last, is not zero.
+    ///
+    /// # Errors
+    /// All bytes are zero. Programs that download reserve a file's whole size at the start, so the file looks complete.
+    pub fn check_not_zero(&mut self, part: &str) -> Result<(), ModelError> {
+        if !self.are_new_matrices_zero() {
+            return Ok(());
+        }
+        let why = format!("{part} is zero, as in a file whose download did not end; download it again");
+        Err(StoreError::NotACheckpoint { path: self.last_file.to_path_buf(), why }.into())
+    }
+
+    /// Logs that the layer which was read last is zero. It is no error, because such a layer only does nothing.
+    pub fn report_zero_layer(&mut self, layer: usize) {
+        if self.are_new_matrices_zero() {
+            let file = self.last_file.display();
+            tracing::warn!(layer, %file, "a layer is zero, as in a file whose download did not end");
+        }
+    }
+
+    /// True if all matrices that were read since the last call are zero.
+    fn are_new_matrices_zero(&mut self) -> bool {
+        let range = std::mem::replace(&mut self.checked, self.len)..self.len;
+        let Some(slab) = &mut self.slab else { return false };
+        let read = &slab.as_mut_slice()[range];
+        !read.is_empty() && read.iter().all(|byte| *byte == 0)
     }
 
     /// Returns the filled buffers: first the matrices, then the vectors.
@@ -490,6 +525,7 @@ impl<'a> TrunkLoader<'a> {
         let from = self.from;
         for (part, entry) in parts.iter_mut().zip(entries) {
             let Some(entry) = entry else { continue };
+            self.last_file = from.index.path(entry);
             *part = self.append(entry.len, |bytes| from.read_into(entry, bytes))?;
         }
         Ok(Weight { codes, rows, cols, global_scale, parts })
@@ -510,6 +546,7 @@ impl<'a> TrunkLoader<'a> {
             let mut regions = [Region::default(); 3];
             for ((region, entry), width) in regions.iter_mut().zip(&entries).zip(widths) {
                 let Some(entry) = entry else { continue };
+                self.last_file = from.index.path(entry);
                 *region = self.append(rows * width, |bytes| {
                     let all = from.read(entry)?;
                     for (row, from) in bytes.chunks_exact_mut(width).zip(all.chunks_exact(parts * width)) {

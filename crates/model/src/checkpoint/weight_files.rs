@@ -29,16 +29,14 @@ pub struct WeightFiles {
     pub others: BTreeSet<String>,
     /// True if the index names files that do not exist, but other files are complete.
     pub ignores_index: bool,
-    /// The file of each tensor, as the index says.
-    pub listed: BTreeMap<String, String>,
 }
 
 impl WeightFiles {
-    /// Chooses among the files in `dir`.
+    /// Chooses among the files in `dir`. Also returns the file of each tensor, as [`read_index`] does.
     ///
     /// # Errors
     /// There are no weight files, or those of several models. The index names a file outside of `dir`.
-    pub fn in_dir(dir: &Path) -> Result<Self, StoreError> {
+    pub fn in_dir(dir: &Path) -> Result<(Self, BTreeMap<String, String>), StoreError> {
         let mut all = BTreeSet::new();
         for entry in std::fs::read_dir(dir).map_err(StoreError::at(dir))? {
             all.extend(entry.map_err(StoreError::at(dir))?.file_name().into_string());
@@ -50,8 +48,7 @@ impl WeightFiles {
         let in_folders = listed.values().map(String::as_str).chain(TOWER_FILES);
         names.extend(in_folders.filter(|name| dir.join(name).exists()).map(str::to_owned));
         let not_a_checkpoint = |why| StoreError::NotACheckpoint { path: dir.to_path_buf(), why };
-        let chosen = Self::choose(&names, &listed.values().cloned().collect()).map_err(not_a_checkpoint)?;
-        let files = Self { listed, ..chosen };
+        let files = Self::choose(&names, &listed.values().cloned().collect()).map_err(not_a_checkpoint)?;
         if files.chosen.is_empty() {
             let why = match files.describe_missing() {
                 Some(why) => format!("{why}; `moestro pull ORG/NAME` downloads them"),
@@ -62,7 +59,7 @@ impl WeightFiles {
             };
             return Err(not_a_checkpoint(why));
         }
-        Ok(files)
+        Ok((files, listed))
     }
 
     /// Chooses among files with the names `available`. `listed` are the files that the index names.
@@ -112,7 +109,7 @@ impl WeightFiles {
         let towers = available.iter().filter(|name| TOWER_FILES.contains(&name.as_str()));
         let others = usual.iter().chain(towers).filter(|name| !chosen.contains(*name)).cloned().collect();
         let ignores_index = missing.is_empty() && !listed.is_subset(available);
-        Ok(Self { chosen, missing, others, ignores_index, ..Self::default() })
+        Ok(Self { chosen, missing, others, ignores_index })
     }
 
     /// Says how many files are missing. `None` if no file is missing.
@@ -205,7 +202,7 @@ pub fn read_index(dir: &Path) -> Result<BTreeMap<String, String>, StoreError> {
         Ok(index) => index.weight_map,
         Err(error) => {
             if error.kind() != std::io::ErrorKind::NotFound {
-                tracing::warn!(file = %path.display(), %error, "cannot read the index; using the weight files that exist");
+                tracing::warn!(file = %path.display(), %error, "cannot read the index; using the existing weight files");
             }
             return Ok(BTreeMap::new());
         }

@@ -139,6 +139,7 @@ impl Network {
     pub fn load(trunk: &mut TrunkLoader<'_>, config: &Config) -> Result<(Self, Vec<LayerExperts>), ModelError> {
         let hidden = config.hidden;
         let embed = trunk.weight(names::EMBEDDING, config.vocab, hidden)?;
+        trunk.check_not_zero("the embedding")?;
         let mut map = Vec::new();
         let mut layers = Vec::with_capacity(config.layers);
         for (index, full) in config.full.iter().enumerate() {
@@ -146,9 +147,11 @@ impl Network {
             if let Some(ngram) = config.ngrams.iter().find(|ngram| ngram.layer == index) {
                 layer.ngram = Some(NgramWeights::load(trunk, ngram, config)?);
             }
+            trunk.report_zero_layer(index);
             layers.push(layer);
         }
         let head = if config.tied { None } else { Some(trunk.weight(names::LM_HEAD, config.vocab, hidden)?) };
+        trunk.check_not_zero("the LM head")?;
         let before_head = Residual::load(trunk, config, names::FINAL_NORM, names::LAST_MIX, false)?;
         Ok((Self { embed, layers, before_head, head }, map))
     }
