@@ -3,6 +3,7 @@
 pub mod config_file;
 pub mod foreign_flags;
 pub mod generation_config;
+mod setting_names;
 mod toml_lines;
 pub mod variables;
 

@@ -15,28 +15,24 @@
 
 use super::{
     foreign_flags::explain,
+    setting_names::{MODEL, PATH, setting, settings_of},
     toml_lines::{line_of, toml_error},
 };
 use crate::cli::{Cli, Command, help, model_args::ModelArgs, values::MODEL_OPTION};
 use clap::{
-    Arg, ArgAction, ArgMatches, FromArgMatches,
-    builder::{BoolishValueParser, TypedValueParser},
+    Arg, ArgMatches, FromArgMatches,
     error::{ContextKind, ContextValue},
     parser::ValueSource,
 };
 use std::{
     collections::BTreeMap,
     env,
-    ffi::{OsStr, OsString},
+    ffi::OsString,
     fs, io,
     path::{Path, PathBuf},
     sync::Arc,
 };
 
-/// Name of the positional argument in the file.
-const MODEL: &str = "model";
-/// Key of a model's directory or hub id. Not a flag.
-const PATH: &str = "path";
 /// Says how a model is written.
 const NOT_A_MODEL: &str = "a model is a table [models.NAME], with path = \"...\" in the next line";
 /// Maximum size of a configuration file in bytes.
@@ -374,55 +370,6 @@ fn default_path() -> Option<PathBuf> {
     Some(base.join("moestro/moestro.toml"))
 }
 
-/// Converts a setting of the file to a flag and the text of its value.
-fn setting(name: String, value: toml::Value, of_model: bool) -> Result<(String, String), String> {
-    let known = names();
-    if !(known.contains_key(&name) || of_model && name == PATH) {
-        if value.is_table() && of_model {
-            return Err(format!("a model has no table {name}"));
-        } else if value.is_table() {
-            return Err(format!("there is no table [{name}]; settings come before the first table [models.NAME]"));
-        }
-        let near = super::nearest(&name, known.keys().map(AsRef::as_ref));
-        let hint = super::suggestion(near, "; `moestro config` prints all settings");
-        return Err(format!("{name:?} is not a setting{hint}"));
-    }
-    let text = match value {
-        toml::Value::String(text) => text,
-        toml::Value::Integer(number) => number.to_string(),
-        toml::Value::Float(number) => number.to_string(),
-        toml::Value::Boolean(on) => on.to_string(),
-        toml::Value::Array(_) => return Err(format!("{name} must be one string, with commas between several values")),
-        _ => return Err(format!("{name} must be a string, a number, true or false")),
-    };
-    if known.get(&name).is_none_or(ArgAction::takes_values) {
-        return Ok((name, text));
-    }
-    let is_on = switch(&text).ok_or_else(|| format!("{name} must be true or false, not {text:?}"))?;
-    Ok((name, is_on.to_string()))
-}
-
-/// The words of an environment variable for a flag without a value.
-fn switch(text: &str) -> Option<bool> {
-    let parser = BoolishValueParser::new();
-    parser.parse_ref(&clap::Command::default(), None, OsStr::new(text)).ok()
-}
-
-/// The flags of a subcommand that can be set in the file: those with an environment variable, except `--config`.
-fn settings_of<'a>(whole: &'a clap::Command, subcommand: &str) -> impl Iterator<Item = &'a Arg> {
-    let own = whole.find_subcommand(subcommand).into_iter().flat_map(clap::Command::get_arguments);
-    own.chain(whole.get_arguments()).filter(|arg| arg.get_env().is_some() && arg.get_long() != Some("config"))
-}
-
-/// All names that the file may have, with the kinds of their flags: the settings of all subcommands, and the model.
-fn names() -> BTreeMap<String, ArgAction> {
-    let whole = help::command();
-    let commands = whole.get_subcommands().map(clap::Command::get_name);
-    let flags = commands.flat_map(|name| settings_of(&whole, name));
-    let flags = flags.filter_map(|arg| Some((arg.get_long()?.to_owned(), arg.get_action().clone())));
-    flags.chain([(MODEL.to_owned(), ArgAction::Set)]).collect()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -505,7 +452,7 @@ mod tests {
         }
         let wrong = |text| parsed(text, "serve").err().unwrap();
         assert!(wrong("memory-limt = \"2G\"").contains("did you mean memory-limit?"));
-        assert!(wrong("[models.a]\nprt = 1").contains("did you mean port?"));
+        assert!(wrong("[models.a]\nmemory-limt = 1").contains("did you mean memory-limit?"));
         let unlike = wrong("foo = 1");
         assert!(unlike.contains("prints all settings") && !unlike.contains("did you mean"), "{unlike}");
         assert!(wrong("port = [1]").contains("port must be"));
@@ -529,7 +476,12 @@ mod tests {
                 "# a comment\nport = \"x\"",
                 ".toml, line 2: invalid value 'x' for port: it must be a whole number from 0 to 65535",
             ),
-            ("port = 1\n\n[models.a]\npath = \"x\"\nprt = 1", "line 5: \"prt\" is not a setting (did you mean port?)"),
+            ("port = 1\n\n[models.a]\npath = \"x\"\ntmp = 1", "line 5: \"tmp\" is not a setting (did you mean temp?)"),
+            (
+                "[models.a]\napi-key = \"secret\"",
+                "line 2: api-key is a setting of the server, not of a model; it comes before the first table",
+            ),
+            ("[models.a]\nmodel = \"x\"", "line 2: a model's table names its directory or hub id with path = \"...\""),
             (
                 "\n[server]\nport = 1",
                 "line 2: there is no table [server]; settings come before the first table [models.NAME]",
