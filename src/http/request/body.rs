@@ -26,7 +26,10 @@ const MAX_WHOLE: f64 = 9_007_199_254_740_992.0;
 /// Reads a body of at most `limit` bytes and reserves its memory. Fails if no chunk arrives for `silence`.
 async fn read(body: Body, limit: usize, silence: Duration, permit: &mut MemoryPermit) -> Result<Vec<u8>, ApiError> {
     let start = Instant::now();
-    let declared = body.size_hint().exact().and_then(|bytes| usize::try_from(bytes).ok()).unwrap_or(limit);
+    let declared = body.size_hint().exact().map_or(limit, |bytes| usize::try_from(bytes).unwrap_or(usize::MAX));
+    if declared > limit {
+        return Err(ApiError::too_large(limit));
+    }
     let mut chunks = body.into_data_stream();
     let mut kept = Vec::new();
     let mut seen = 0usize;
@@ -41,7 +44,7 @@ async fn read(body: Body, limit: usize, silence: Duration, permit: &mut MemoryPe
         if seen > limit {
             return Err(ApiError::too_large(limit));
         }
-        grow(&mut kept, seen, declared.min(limit), permit)?;
+        grow(&mut kept, seen, declared, permit)?;
         kept.extend_from_slice(&chunk);
     }
 }
