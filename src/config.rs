@@ -21,7 +21,8 @@ use moestro_model::plan::Parallel;
 use std::{
     env,
     ffi::OsStr,
-    io::{self, IsTerminal},
+    fs::File,
+    io::{self, IsTerminal, Read},
     path::{Path, PathBuf},
     time::Duration,
 };
@@ -232,10 +233,17 @@ impl ServeConfig {
     }
 }
 
-/// Reads the API key from a file with one line.
+/// Maximum size of an API key file in bytes. A longer key does not fit into the head of a request.
+const MAX_KEY_FILE_BYTES: u64 = 16 << 10;
+
+/// Reads the API key from a file with one line. The file may be a pipe.
 fn read_key(path: &Path) -> Result<String, String> {
     let failed = |reason: String| format!("--api-key-file {}: {reason}", path.display());
-    let text = std::fs::read_to_string(path).map_err(|error| failed(error.to_string()))?;
+    let read = File::open(path).and_then(|file| io::read_to_string(file.take(MAX_KEY_FILE_BYTES + 1)));
+    let text = read.map_err(|error| failed(error.to_string()))?;
+    if text.len() as u64 > MAX_KEY_FILE_BYTES {
+        return Err(failed(format!("it must have at most {MAX_KEY_FILE_BYTES} bytes")));
+    }
     let key = text.trim_end_matches(['\r', '\n']);
     if key.contains(['\r', '\n']) {
         return Err(failed("it must have one line".into()));
@@ -395,6 +403,7 @@ mod tests {
         assert_eq!(read("a b"), Ok("a b".into()));
         assert!(read("").unwrap_err().contains("protects nothing"));
         assert!(read("a\nb\n").unwrap_err().contains("one line"));
+        assert!(read_key(Path::new("/dev/zero")).unwrap_err().contains("at most 16384 bytes"));
         assert!(read_key(Path::new("/no/such/file")).unwrap_err().contains("/no/such/file"));
     }
 
