@@ -50,6 +50,19 @@ impl Server {
         }
     }
 
+    /// The warnings in the log, once there is one. A line is written a little after its event.
+    fn wait_for_warnings(&self) -> Vec<String> {
+        let begun = Instant::now();
+        loop {
+            match self.warnings() {
+                none if none.is_empty() && begun.elapsed() < Duration::from_secs(30) => {
+                    thread::sleep(Duration::from_millis(20));
+                }
+                warnings => return warnings,
+            }
+        }
+    }
+
     fn warnings(&self) -> Vec<String> {
         let files = fs::read_dir(self.logs.path()).unwrap().map(|entry| entry.unwrap().path());
         let text: String = files.map(|path| fs::read_to_string(path).unwrap()).collect();
@@ -79,7 +92,7 @@ fn full_disk_is_not_used_again() {
         assert_eq!(cached > 0, number > 0);
         server.wait_for_disk(Value::is_null);
     }
-    let warnings = server.warnings();
+    let warnings = server.wait_for_warnings();
     assert_eq!(warnings.len(), 1, "{warnings:?}");
     assert!(warnings[0].contains("cannot write a prompt snapshot; running without a disk cache"), "{warnings:?}");
     // No temporary file is left.
@@ -141,7 +154,7 @@ fn damaged_file_is_logged_once() {
         assert_eq!(answer, *expected, "{what}");
         // The prompt must use a snapshot with fewer tokens instead.
         assert!((1..tokens(wanted)).contains(&cached), "{what}: {cached} of {}", tokens(wanted));
-        let warnings = second.warnings();
+        let warnings = second.wait_for_warnings();
         assert_eq!(warnings.len(), 1, "{what}: {warnings:?}");
         let name = wanted.file_name().unwrap().to_str().unwrap();
         assert!(

@@ -76,6 +76,7 @@ impl PromptCache {
             return Ok(false);
         };
         let loaded = self.load_index(options, max_tokens);
+        // Also after an error.
         self.state.lock().is_disk_locked = false;
         *self.dir_lock.lock() = Some(lock);
         loaded.map(|()| true)
@@ -85,6 +86,9 @@ impl PromptCache {
         let (files, found) = SnapshotFiles::open(&options.dir, &options.key, self.size, max_tokens)?;
         let other_models = files.evict_other_models(&options.dir, options.limit / 2)?;
         let mut state = self.state.lock();
+        // In one step with the index: the status never shows a cache on disk that another server locks, nor a free
+        // directory before its snapshots can be found.
+        state.is_disk_locked = false;
         state.disk = Some(DiskIndex::new(Arc::new(files), options.limit.saturating_sub(other_models)));
         for stored in found {
             let entry = DiskEntry { bytes: stored.bytes, last_used: stored.last_used };
