@@ -19,6 +19,7 @@ use serde_json::Value;
 use std::{
     collections::{HashMap, VecDeque, hash_map::Entry},
     ops::Range,
+    panic::{AssertUnwindSafe, catch_unwind},
     sync::{Arc, mpsc},
     time::Instant,
 };
@@ -166,7 +167,7 @@ struct RowJob {
     reply: mpsc::Sender<Result<RowBatch, StoreError>>,
 }
 
-/// Jobs for the threads that read rows. Each job wakes a thread of its own. If the threads took turns at a channel, each
+/// Jobs for the threads that read rows. Each job wakes one thread. If the threads took turns at a channel, each
 /// would wake the next one, and the few rows of a decoded token would be read one after the other.
 struct JobQueue {
     /// `None` after the table is dropped.
@@ -195,7 +196,8 @@ impl NgramTable {
             let files = files.clone();
             let jobs = table.jobs.clone();
             let metrics = metrics.clone();
-            let work = move || serve(&files, &jobs, &metrics);
+            let mut space = Vec::new();
+            let work = move || serve(|row| files.read(row, &mut space), &jobs, &metrics);
             std::thread::Builder::new().name(format!("ngram-{index}")).spawn(work).map_err(|error| {
                 ModelError::Memory(format!("cannot start a thread that reads the n-gram table: {error}"))
             })?;
@@ -392,15 +394,18 @@ impl RowCache {
     }
 }
 
-/// The main function of a thread. Reads rows until the table is dropped.
-fn serve(files: &RowFiles, jobs: &JobQueue, metrics: &Metrics) {
-    let mut space = Vec::new();
+/// The main function of a thread. Reads rows until the table is dropped. A panic ends the pass with an error.
+fn serve(mut read: impl FnMut(u64) -> Result<Vec<u8>, StoreError>, jobs: &JobQueue, metrics: &Metrics) {
     while let Some(RowJob { rows, reply }) = jobs.next() {
         let mut batch = RowBatch::default();
-        let read = rows.into_iter().try_for_each(|(row, place)| {
-            batch.push(place, &files.read(row, &mut space)?);
-            Ok(())
-        });
+        let read_all = || {
+            rows.into_iter().try_for_each(|(row, place)| {
+                batch.push(place, &read(row)?);
+                Ok(())
+            })
+        };
+        let read = catch_unwind(AssertUnwindSafe(read_all))
+            .unwrap_or_else(|_| Err(StoreError::Other("a thread that reads the n-gram table panicked".into())));
         metrics.ngram_read_bytes.inc_by(batch.bytes.len() as u64);
         // This fails if the pass has ended without waiting for its rows.
         let _ = reply.send(read.map(|()| batch));
@@ -410,6 +415,7 @@ fn serve(files: &RowFiles, jobs: &JobQueue, metrics: &Metrics) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::time::Duration;
 
     #[test]
     fn rows_ahead_are_for_the_announced_tokens() {
@@ -418,6 +424,25 @@ mod tests {
         assert!(ahead.is_for(&[1, 2], &[3, 4, 5]) && ahead.is_for(&[1, 2], &[3]));
         assert!(!ahead.is_for(&[2], &[3, 4, 5]) && !ahead.is_for(&[1, 2], &[3, 4, 6]));
         assert!(!ahead.is_for(&[1, 2], &[3, 4, 5, 6]));
+    }
+
+    #[test]
+    fn reader_continues_after_a_panic() {
+        let jobs = JobQueue { jobs: Mutex::new(Some(VecDeque::new())), work: Condvar::new() };
+        let ask = |row: u64| {
+            let (reply, read) = mpsc::channel();
+            jobs.push(RowJob { rows: vec![(row, 0)], reply });
+            read
+        };
+        let read = |row: u64| if row == 7 { panic!("a test panic") } else { Ok(vec![row as u8]) };
+        std::thread::scope(|scope| {
+            scope.spawn(|| serve(read, &jobs, &Metrics::new("test", "cpu")));
+            let answer = |row| ask(row).recv_timeout(Duration::from_secs(30)).unwrap();
+            assert!(answer(7).err().unwrap().to_string().contains("panicked"));
+            assert_eq!(answer(8).unwrap().bytes, [8]);
+            *jobs.jobs.lock() = None;
+            jobs.work.notify_all();
+        });
     }
 
     #[test]
