@@ -173,8 +173,10 @@ async fn logprobs_of_prompts_count_as_memory() {
     };
     for body in [body(300, 200, false), body(460, 1, true)] {
         assert_eq!(server.refused(COMPLETIONS, &body, 413).await["code"], "request_too_large");
+        server.memory_is_free().await;
     }
     assert_eq!(server.ask(COMPLETIONS, &body(300, 1, false)).await["choices"].as_array().unwrap().len(), 1);
+    server.memory_is_free().await;
     assert!(server.stream(COMPLETIONS, &body(300, 4, true)).await.len() >= 4);
     server.memory_is_free().await;
 }

@@ -52,7 +52,7 @@ async fn disconnect_before_body_stops_generation() {
         server.resume();
         server.idle().await;
         assert_eq!(server.evaluated(), IN_ANSWER + 1, "{path}");
-        assert!(server.metrics.render().contains("moestro_answers_total{finish_reason=\"cancelled\"} 1"));
+        server.metric("moestro_answers_total{finish_reason=\"cancelled\"} 1").await;
     }
 }
 

@@ -231,6 +231,7 @@ async fn counting_checks_the_whole_request() {
         for path in [COUNT, MESSAGES] {
             let error = server.refused(path, &body, 400).await;
             assert!(error["message"].as_str().unwrap().starts_with(field), "{path}: {body}: {error}");
+            server.memory_is_free().await;
         }
     }
 }

@@ -4,7 +4,7 @@
 use super::{
     client::{Answer, events},
     connections::post,
-    server::{CHAT, COMPLETIONS, MESSAGES, RESPONSES, Server, Setup, with},
+    server::{CHAT, COMPLETIONS, MESSAGES, RESPONSES, Server, Setup, wait_until, with},
 };
 use moestro_engine::DEFAULT_MAX_QUEUE;
 use serde_json::{Value, json};
@@ -188,8 +188,12 @@ async fn given_up_choice_is_queued_again() {
             assert_eq!(answer["choices"], alone["choices"]);
         }
     }
-    let log = std::fs::read_to_string(file.path()).unwrap();
-    let answered = log.lines().filter(|line| line.contains(COMPLETIONS) && line.contains("cut_short=false"));
+    // The line of a request is written after its last byte.
+    let read = || std::fs::read_to_string(file.path()).unwrap();
+    let is_answer = |line: &&str| line.contains(COMPLETIONS) && line.contains("cut_short=false");
+    wait_until(|| read().lines().filter(is_answer).count() == 3, read).await;
+    let log = read();
+    let answered = log.lines().filter(is_answer);
     let prompt_tokens = |line: &str| line.split_once("prompt_tokens=")?.1.split(' ').next()?.parse::<usize>().ok();
     let counted: Vec<_> = answered.map(prompt_tokens).collect();
     assert!(counted[0].is_some(), "{log}");

@@ -44,7 +44,7 @@ async fn lone_request_never_waits_for_others() {
             let status = first.status;
             let text = first.text().await;
             assert!([200, 400, 413].contains(&status), "{path}, step {step}: {status} {text}");
-            server.idle().await;
+            server.memory_is_free().await;
             fitting += usize::from(status == 200);
             if status == 413 {
                 assert!(text.contains("the server has 1 MiB for requests"), "{path}: {text}");
@@ -160,7 +160,7 @@ async fn status(server: &Server, path: &str, body: &Value) -> u16 {
     let answer = server.post(path, body).await;
     let status = answer.status;
     let text = answer.text().await;
-    server.idle().await;
+    server.memory_is_free().await;
     assert!(status != 200 || !text.contains("request_too_large"), "{path}: {text}");
     status
 }

@@ -122,6 +122,7 @@ async fn logprobs_count_as_memory() {
     };
     assert_eq!(server.refused(RESPONSES, &body(400), 413).await["code"], "request_too_large");
     for (tokens, last) in [(400, "response.failed"), (8, "response.incomplete")] {
+        server.memory_is_free().await;
         assert_eq!(stream(&server, &body(tokens)).await.last().unwrap()["type"], last);
     }
     server.idle().await;
@@ -449,6 +450,7 @@ async fn echoed_request_fields_count_as_memory() {
     let server = Setup { says: Some(THINKS), configure: little_memory, ..Setup::default() }.start().await;
     let body = |bytes: usize| with(question(), json!({"user": "x".repeat(bytes)}));
     assert_eq!(server.refused(RESPONSES, &body(1_200_000), 413).await["code"], "request_too_large");
+    server.memory_is_free().await;
     assert_eq!(server.post(RESPONSES, &body(600_000)).await.status, 200);
 }
 

@@ -3,7 +3,7 @@
 
 use crate::{
     process::{Process, agent},
-    program::MOESTRO,
+    program::{MOESTRO, signal},
 };
 use serde_json::Value;
 use std::{
@@ -149,12 +149,15 @@ fn damaged_file_is_logged_once() {
         let mut bytes = fs::read(wanted).unwrap();
         damage(&mut bytes, &fs::read(other).unwrap());
         fs::write(wanted, bytes).unwrap();
-        let second = Server::start(Command::new(MOESTRO), dir.path());
+        let mut second = Server::start(Command::new(MOESTRO), dir.path());
         let (answer, cached) = second.ask(messages);
         assert_eq!(answer, *expected, "{what}");
         // The prompt must use a snapshot with fewer tokens instead.
         assert!((1..tokens(wanted)).contains(&cached), "{what}: {cached} of {}", tokens(wanted));
-        let warnings = second.wait_for_warnings();
+        // All warnings are in the log after the server has exited.
+        signal("TERM", second.process.id());
+        assert_eq!(second.process.exit_code(), Some(0), "{what}");
+        let warnings = second.warnings();
         assert_eq!(warnings.len(), 1, "{what}: {warnings:?}");
         let name = wanted.file_name().unwrap().to_str().unwrap();
         assert!(
