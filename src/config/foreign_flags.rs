@@ -47,7 +47,7 @@ const TEMPLATE: &str = "put the template into the model's directory as chat_temp
 const NAME: &str = "name the model in moestro.toml: [models.NAME] with path = \"...\"";
 const PER_REQUEST: &str = "requests set it; no flag sets a default";
 const NO_ADAPTERS: &str = "adapters are not supported; merge them into the model first";
-const NO_TLS: &str = "put a reverse proxy with TLS in front of the server";
+const NO_TLS: &str = "run the server behind a reverse proxy with TLS";
 const NOT_LLAMA: &str =
     "Moestro reads MLX and Hugging Face safetensors, not GGUF; --model takes a directory or a hub id";
 

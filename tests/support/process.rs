@@ -70,7 +70,7 @@ fn joined_chunks(mut chunks: &str) -> String {
 /// A server process. Dropping this value kills the server.
 pub struct Process {
     child: Child,
-    /// What the server prints after the line that reports readiness.
+    /// The server's stdout after the ready line.
     pub stdout: BufReader<ChildStdout>,
     /// The server's home directory.
     _home: tempfile::TempDir,

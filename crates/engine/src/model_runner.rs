@@ -354,8 +354,8 @@ impl<M: Model> ModelRunner<M> {
     }
 }
 
-/// How the next token of each request will be chosen. Empty if that is unknown for one of them, or if no request needs
-/// another pass.
+/// The rules that will choose the next token of each request. Empty if one of the rules is unknown, or if no request
+/// needs another pass.
 fn next_tokens<S: SequenceState>(rows: &[&mut DecodeRow<S>]) -> Vec<NextToken> {
     let next = |row: &&mut DecodeRow<S>| match &row.live.stage {
         Stage::Decode(answer) if answer.masks.is_none() => answer.sampler.next_token(),

@@ -17,7 +17,7 @@ const ANSWER_WORK: u64 = 512;
 /// The group that contains all addresses.
 const ALL: u64 = 0;
 
-/// What decides when a waiting request is next.
+/// The data of a waiting request that decide its turn.
 pub struct Arrival {
     client: ClientId,
     work: u64,
@@ -101,7 +101,7 @@ impl Turns {
         for (level, (parent, id)) in parents(client).into_iter().zip(client.groups).enumerate() {
             let is_alone = members.len() == 1;
             if is_alone {
-                // Nobody waits for the time that the other members have had.
+                // No request waits for the time that the other members have had.
                 self.groups.retain(|other, group| group.parent != parent || *other == id);
             }
             let mut parts = divide(waiting, &members, level);
@@ -224,7 +224,7 @@ mod tests {
         assert!(queue.turns.groups.len() < 400, "{} groups", queue.turns.groups.len());
         queue.take_all();
         assert!(queue.turns.groups.len() <= 1 + GROUPS, "{} groups", queue.turns.groups.len());
-        // Requests that ended when nobody waited count no more.
+        // Requests that ended while no request waited no longer count.
         queue.push("long", [1, 1, 1], 60_000);
         queue.take();
         queue.push("first", [1, 1, 1], 9);

@@ -8,7 +8,7 @@ use super::{
     tags::{InputEnd, Reading},
 };
 
-/// What a `<` in prose may start.
+/// A tag that a `<` in prose may start.
 pub(super) enum Mark {
     Call,
     /// A closing tag of the call before the text, or an empty call.

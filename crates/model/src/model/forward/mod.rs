@@ -33,7 +33,7 @@ use crate::{
 use moestro_compute::ops::{Embedding, Mlp};
 use pass::{LayerHooks, PartInput, Pass};
 
-/// What the caller wants from the rows whose logits the chunk asks for.
+/// The output of a pass for the rows whose logits the chunk asks for.
 pub enum PassOutput<'a> {
     /// Nothing yet. The work is submitted without waiting, and the logits stay in
     /// [`Buffers::logits`](buffers::Buffers::logits).
