@@ -114,7 +114,9 @@ fn half_written_file_is_not_loaded() {
 
 #[test]
 fn unusable_checkpoint_keeps_the_loaded_model() {
-    let dir = tempfile::Builder::new().prefix("Bob, O'Neil (\u{fc}): ").tempdir().unwrap();
+    // In the build directory, because the directory for temporary files may be small.
+    let mut dir = tempfile::Builder::new();
+    let dir = dir.prefix("Bob, O'Neil (\u{fc}): ").tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let path = |name: &str| dir.path().join(name);
     for name in ["tensors", "shard", "tokens", "memory"] {
         copy_demo(&path("models").join(name));
