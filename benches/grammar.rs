@@ -57,6 +57,6 @@ fn main() {
         times.sort_by(f64::total_cmp);
         let mean = times.iter().sum::<f64>() / times.len() as f64;
         let (median, late) = (times[times.len() / 2], times[times.len() * 99 / 100]);
-        println!("{name},{compile:.0},{},{median:.1},{late:.1},{mean:.1}", times.len());
+        println!("{name:?},{compile:.0},{},{median:.1},{late:.1},{mean:.1}", times.len());
     }
 }

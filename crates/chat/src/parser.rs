@@ -27,14 +27,15 @@
 //! * closing tags may be repeated or misspelt: `</param>`, `</ function>`, `</parameter` without `>`. They are not content
 //!   directly after a call;
 //! * names may be quoted (`<parameter="P">`) or be attributes (`<parameter name="P">`, `<invoke name="NAME">`). The `>`
-//!   after the name of a known parameter or tool may be missing at the end of a line, or before the value of a parameter;
+//!   after the name of a known parameter or tool may be missing at the end of a line, or before the value of a
+//!   parameter;
 //! * an opening tag may be repeated before the value, with a closing tag of its own or without. If the call already has a
 //!   value of the parameter, a later value is dropped, because the first one may be sent already;
 //! * line feeds around tags may be missing or follow a carriage return, and closing tags may be indented;
 //! * text between the parameters of a call is content, and so is text before the end of its `<tool_call>`;
 //! * `<parameter=TOOL>` before the first parameter is read like `<function=TOOL>`;
-//! * the arguments may be one JSON object instead of parameters, also in a Markdown fence or in `<parameter=arguments>`:
-//!   see `parser/json_call.rs`;
+//! * the arguments may be one JSON object instead of parameters, also in a Markdown fence or in
+//!   `<parameter=arguments>`: see `parser/json_call.rs`;
 //! * a call without an end tag is closed when the model ends the answer. Its arguments are the arguments so far. An
 //!   incomplete tag after a complete value is markup and is dropped, also after a number or another value that is no
 //!   string. An incomplete value is kept, and becomes a string if it is not valid JSON;
@@ -58,7 +59,7 @@ mod value;
 
 use crate::grammar::ExactCalls;
 use argument::{PendingArgument, PendingCall, call_id};
-use declared::Tools;
+use declared::{Tools, is_name};
 pub use delta::Delta;
 use json_call::{JsonAt, JsonCall, JsonScanner};
 use prose::{Found, Mark, Prose};
@@ -91,7 +92,9 @@ pub struct Parser {
     before: usize,
     /// Byte ranges of content in the whole text since the last call of [`Parser::spans`].
     spans: Vec<Range<usize>>,
-    /// True if the last call has no `</tool_call>` so far.
+    /// True if the last call began with `<tool_call>`.
+    is_in_tool_call: bool,
+    /// True if the `<tool_call>` of the last call has no `</tool_call>` so far.
     call_is_open: bool,
     /// True if a call ended the reasoning without a `</think>`.
     reasoning_ended_by_call: bool,
@@ -284,7 +287,7 @@ impl Parser {
         self.prose.consume(length);
         self.emit(Delta::Reasoning(text));
         match mark {
-            Some(Mark::Call | Mark::Closing) => {
+            Some(Mark::Call) => {
                 self.reasoning_ended_by_call = true;
                 self.open_call(end)
             }
@@ -292,8 +295,8 @@ impl Parser {
                 self.at += at - length + END_THINK.len();
                 self.to(ParserState::Newlines { in_reasoning: false })
             }
-            None if end == InputEnd::Truncated => self.drop_rest(),
-            None => StepResult::NeedMoreText,
+            Some(Mark::Leftover) | None if end == InputEnd::Truncated => self.drop_rest(),
+            Some(Mark::Leftover) | None => StepResult::NeedMoreText,
         }
     }
 
@@ -325,7 +328,7 @@ impl Parser {
         self.take_content(length);
         self.prose.consume(length);
         match mark {
-            Some(Mark::Closing) => {
+            Some(Mark::Leftover) => {
                 self.skip_tool_calls();
                 self.to(ParserState::Closing { in_call: true })
             }
@@ -354,7 +357,9 @@ impl Parser {
         self.skip(0);
         let is_constrained = self.exact_calls != ExactCalls::None;
         let is_exact = is_constrained && self.rest().starts_with("<tool_call>\n<function=");
+        let before = self.at;
         self.skip_tool_calls();
+        self.is_in_tool_call = self.at > before;
         match self.tools.tag_at(self.rest(), &[]) {
             TagAt::Found(Tag { kind: TagKind::Function(name), length, .. }) => self.start_call(name, length, is_exact),
             _ => self.json_calls(0, end),
@@ -390,16 +395,19 @@ impl Parser {
         } else {
             self.skip(0);
         }
-        match self.tools.tag_at(self.rest(), &self.call.parameters) {
+        let tag = if self.call.is_exact {
+            tag_at(self.rest())
+        } else {
+            self.tools.tag_at(self.rest(), &self.call.parameters)
+        };
+        match tag {
             TagAt::Unfinished if end == InputEnd::MoreToCome => StepResult::NeedMoreText,
             TagAt::Unfinished => {
                 self.end_call(end);
                 self.drop_rest()
             }
             TagAt::Found(Tag { kind, length, is_exact }) => match kind {
-                TagKind::Parameter(name) if self.call.wraps(&name) && !self.call.is_exact => {
-                    self.json_body(Some((name, length)), end)
-                }
+                TagKind::Parameter(name) if self.call.may_wrap(&name) => self.json_body(Some((name, length)), end),
                 TagKind::Parameter(name) if is_exact || self.call.knows(&name) => self.start_argument(name, length),
                 TagKind::Parameter(_) => self.stray_text(),
                 // The end of a value, or a repeated tag.
@@ -417,25 +425,27 @@ impl Parser {
         }
     }
 
-    /// Reads arguments that are written as one JSON object, also after the tag of a parameter, whose name and length are
-    /// `wrapper`.
+    /// Reads arguments that are written as one JSON object. `wrapper`: the name and the length of the parameter's tag
+    /// before the object.
     fn json_body(&mut self, wrapper: Option<(String, usize)>, end: InputEnd) -> StepResult {
         let at = self.at + wrapper.as_ref().map_or(0, |(_, length)| *length);
-        let text = after_opening(&self.buffer[at..]).unwrap_or_default();
-        let start = self.buffer.len() - text.len();
-        match self.scanner.object(self.before + start, text, end) {
-            JsonAt::Found((json, length)) => {
+        let text = after_opening(&self.buffer[at..]);
+        let start = self.buffer.len() - text.map_or(0, str::len);
+        let object = text.map_or(JsonAt::Other, |text| self.scanner.object(self.before + start, text, end));
+        match object {
+            JsonAt::Found((json, length)) if wrapper.is_none() || self.call.has_all(&json) => {
                 self.arguments(json);
                 self.at = start + length;
                 self.to(ParserState::Closing { in_call: true })
             }
             JsonAt::Unfinished if end == InputEnd::MoreToCome => StepResult::NeedMoreText,
             JsonAt::Unfinished if end == InputEnd::Truncated => {
-                let start = if text.is_empty() { "{" } else { text };
-                self.arguments(start.to_owned());
+                let text = &self.buffer[start..];
+                let started = if text.is_empty() { "{" } else { text };
+                self.arguments(started.to_owned());
                 self.drop_rest()
             }
-            JsonAt::Unfinished | JsonAt::Other => match wrapper {
+            JsonAt::Found(_) | JsonAt::Unfinished | JsonAt::Other => match wrapper {
                 Some((name, length)) => self.start_argument(name, length),
                 None => self.stray_text(),
             },
@@ -541,7 +551,7 @@ impl Parser {
 
     /// Drops closing tags after a call.
     fn closing(&mut self, in_call: bool, end: InputEnd) -> StepResult {
-        self.call_is_open = in_call;
+        self.call_is_open = in_call && self.is_in_tool_call;
         let after = after_gap(self.rest()).unwrap_or_default();
         let is_extra = |c: char| in_call && (is_space(c) || "}],`".contains(c));
         let next = after.trim_start_matches(is_extra);
@@ -550,7 +560,7 @@ impl Parser {
         match self.tools.tag_at(next, &[]) {
             _ if skip > MAX_GAP => self.to(ParserState::Content),
             TagAt::Found(Tag { kind: TagKind::Function(name), length, is_exact })
-                if in_call && extra.is_empty() && (is_exact || self.tools.has(&name)) =>
+                if in_call && extra.is_empty() && (is_exact && is_name(&name) || self.tools.has(&name)) =>
             {
                 self.start_call(name, skip + length, false)
             }

@@ -491,7 +491,8 @@ fn open_and_counted_parameters_are_enforced() {
 fn optional_parameters_come_in_any_order() {
     let whole = json!({"type": "integer"});
     let parameters = json!({"type": "object", "required": ["path", "mode"], "properties": {
-        "path": {"type": "string"}, "offset": whole, "limit": whole, "mode": {"enum": ["r", "w"]}, "all": {"type": "boolean"}}});
+        "path": {"type": "string"}, "offset": whole, "limit": whole, "mode": {"enum": ["r", "w"]},
+        "all": {"type": "boolean"}}});
     let tools = [tool("f", &parameters)];
     let text = |names: &str| {
         let value = |name: &str| match name {

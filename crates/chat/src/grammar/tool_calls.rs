@@ -10,10 +10,11 @@
 //! </tool_call>
 //! ```
 //!
-//! Required parameters come in the order of the schema. The others come in any order between them, because models choose
-//! another order: a model that writes `limit` first could not write `offset` any more. The reader drops a repeated
-//! parameter. The value of a string is raw text up to the closing tag: see [`raw_text`](super::raw_text). Every other
-//! value is JSON.
+//! Required parameters come in the order of the schema, and the other listed ones anywhere between them, in any order.
+//! Models often choose another order than the schema: with a fixed order, a model that writes `limit` first could not
+//! write `offset` any more. Parameters that the schema does not list come last. The reader drops a repeated parameter.
+//! The value of a string is raw text up to the closing tag: see [`raw_text`](super::raw_text). Every other value is
+//! JSON.
 
 use super::{
     CancelFlag,

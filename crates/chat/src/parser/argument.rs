@@ -1,11 +1,8 @@
 //! A tool call whose text is still being streamed: its id, and its arguments written as JSON.
 
-use super::{
-    json_call::ARGUMENTS,
-    json_types::{is_nested, is_string_from, to_json},
-};
+use super::json_types::{is_nested, is_string_from, to_json};
 use crate::schema::ValueType;
-use serde_json::Value;
+use serde_json::{Map, Value};
 use std::{
     hash::{BuildHasher, RandomState},
     sync::atomic::{AtomicU64, Ordering},
@@ -32,13 +29,16 @@ impl PendingCall {
         self.parameters.is_empty() || self.parameters.contains(name)
     }
 
-    /// True if `name` stands for all parameters, of which the call has none yet.
-    pub fn wraps(&self, name: &str) -> bool {
-        let is_wrapper = ARGUMENTS.contains(&&*Value::from(name).to_string());
-        is_wrapper
-            && self.seen.is_empty()
-            && !self.parameters.is_empty()
-            && !self.parameters.iter().any(|known| known == name)
+    /// True if a first parameter `name`, which the tool does not have, may contain all arguments.
+    pub fn may_wrap(&self, name: &String) -> bool {
+        let is_wrapper = matches!(name.as_str(), "arguments" | "parameters" | "input");
+        is_wrapper && !self.is_exact && self.seen.is_empty() && !self.knows(name)
+    }
+
+    /// True if `json`, an object, has arguments of the tool only.
+    pub fn has_all(&self, json: &str) -> bool {
+        let arguments: Option<Map<String, Value>> = serde_json::from_str(json).ok();
+        arguments.is_some_and(|arguments| arguments.keys().all(|name| self.knows(name)))
     }
 
     /// True if the tool has a parameter `name` that the call does not have yet.

@@ -5,6 +5,11 @@ use crate::schema::{Document, ValueType, any_value, parameter_sets, without_null
 use serde_json::Value;
 use std::collections::BTreeSet;
 
+/// True if a tool can have the name. Other text is no name, such as `{{ name }}` in a template.
+pub(super) fn is_name(text: &str) -> bool {
+    text.chars().all(|c| c.is_alphanumeric() || "_-.:/".contains(c))
+}
+
 /// Tool definitions in OpenAI's format.
 #[derive(Default)]
 pub(super) struct Tools(Vec<Value>);
@@ -22,12 +27,22 @@ impl Tools {
         functions(&self.0, name).next().is_some()
     }
 
-    /// Reads the tag at the start of `text`. Models also write `<parameter=TOOL>` before the first parameter of a call.
-    /// `parameters` are those of the call that the text belongs to.
+    /// Reads the tag at the start of `text`. Models also write `<parameter=TOOL>` before the first parameter of a call, and
+    /// `<parameter=NAME VALUE`. `parameters` are those of the call that the text belongs to.
     pub fn tag_at(&self, text: &str, parameters: &[String]) -> TagAt {
         let tag = tag_at(text);
         let TagAt::Found(Tag { kind: TagKind::Parameter(name), length, is_exact }) = &tag else { return tag };
-        if !self.has(name) || parameters.contains(name) {
+        if parameters.contains(name) {
+            return tag;
+        }
+        let header = text[..*length].split_once('=');
+        let value = header.and_then(|(word, rest)| Some((word, rest.split_once([' ', '\t', '='])?.0)));
+        if let Some((word, name)) = value.filter(|(_, name)| parameters.iter().any(|known| known == name)) {
+            // The value has a `>`, or ends like an attribute.
+            let length = word.len() + 1 + name.len() + 1;
+            return TagAt::Found(Tag { kind: TagKind::Parameter(name.into()), length, is_exact: false });
+        }
+        if !self.has(name) {
             return tag;
         }
         match after_gap(&text[*length..]).map_or(TagAt::Other, tag_at) {
@@ -41,7 +56,11 @@ impl Tools {
 
     /// The values of a parameter of a tool. Strings if its schema does not specify them.
     pub fn values(&self, function: &str, parameter: &str) -> ValueType {
-        let Some(schema) = self.schema(function) else { return ValueType::strings() };
+        if !self.has(function) {
+            return ValueType::strings();
+        }
+        let any = Value::Bool(true);
+        let schema = self.schema(function).unwrap_or(&any);
         let document = Document::new(schema);
         let values = any_value(&parameter_sets(&[schema], &document), parameter, &document);
         if values.is_nothing() { ValueType::strings() } else { values }

@@ -10,7 +10,7 @@ use serde::de::IgnoredAny;
 use serde_json::{Deserializer, Value};
 
 /// The names of arguments, as JSON.
-pub(super) const ARGUMENTS: [&str; 3] = ["\"arguments\"", "\"parameters\"", "\"input\""];
+const ARGUMENTS: [&str; 3] = ["\"arguments\"", "\"parameters\"", "\"input\""];
 
 /// A call with its arguments, a JSON object in the model's spelling.
 pub(super) struct JsonCall {

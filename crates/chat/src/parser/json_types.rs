@@ -31,9 +31,9 @@ pub(super) fn is_nested(allowed: &ValueType, start: &str) -> bool {
 /// Text that parses as an allowed type keeps the model's spelling, such as the digits of a number. Any other text
 /// is a string. If a string is allowed together with another type, a word of an `enum` is a string, and other text
 /// that parses as the other type has that type. Models also write `null` where the schema does not allow it, and
-/// values in Python's spelling, in a Markdown fence, in a JSON string or with too many brackets. All of these are accepted unless the
-/// parameter may be a string; `None` is also accepted for a string that may be null, because templates of models
-/// print null so.
+/// values in Python's spelling, in a Markdown fence, in a JSON string or with too many brackets. All of these are
+/// accepted unless the parameter may be a string. `None` is also accepted for a string that may be null, because
+/// templates of models print null so.
 pub(super) fn to_json(allowed: &ValueType, text: &str) -> String {
     let is_word = allowed.others.is_empty() || allowed.words.iter().any(|known| known == text);
     let value = if is_word { None } else { other_value(allowed, text.trim()) };

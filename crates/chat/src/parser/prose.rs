@@ -11,8 +11,8 @@ use super::{
 /// A tag that a `<` in prose may start.
 pub(super) enum Mark {
     Call,
-    /// A closing tag of the call before the text, or an empty call.
-    Closing,
+    /// Dropped: a closing tag of the call before the text, or an empty call.
+    Leftover,
     EndThink,
 }
 
@@ -75,8 +75,8 @@ impl Prose {
             if c == '<' {
                 match judge(&text[at..], !self.has_text) {
                     Reading::Found(Mark::EndThink) => return Found { at, mark: Some(Mark::EndThink) },
-                    Reading::Found(Mark::Closing) if self.fence.is_none() => {
-                        return Found { at, mark: Some(Mark::Closing) };
+                    Reading::Found(Mark::Leftover) if self.fence.is_none() && self.quoted.is_none() => {
+                        return Found { at, mark: Some(Mark::Leftover) };
                     }
                     Reading::Found(Mark::Call) if self.quoted.is_none() => {
                         match self.is_quoted(&text[at..], end != InputEnd::MoreToCome) {

@@ -5,17 +5,19 @@
 //! * `<parameter=NAME>` of a known tool before another `<parameter=P>` starts a call like `<function=NAME>`;
 //! * `<tool_call>` and JSON with the name of a known tool start a call, also in a Markdown fence after the tag;
 //! * `<function=NAME>` of a known tool starts a call without `<tool_call>` if a `<parameter=P>`, a `</function>`
-//!   or a JSON object and a closing tag follow, and if it starts or ends a line. Any other name is content. So does
-//!   `<function name="NAME">` before a `<parameter=P>`;
+//!   or a JSON object and a closing tag follow, and if it starts or ends a line. `<function name="NAME">` and
+//!   `<invoke name="NAME">` do so only before a `<parameter=P>`, because XML has the same form. Any other name is content;
 //! * a call in a Markdown fence, in inline code or between quotation marks is text. If the answer ends before the fence is
 //!   closed, the call is a call;
 //! * a call of a known tool inside the reasoning ends the reasoning. A `</think>` right after the call is dropped;
 //! * reasoning without `</think>` is reasoning up to the end of the text;
-//! * `<tool_call>` and `</tool_call>` with nothing between them are dropped if they start a line;
-//! * any other `<tool_call>` is content, unchanged. So is text before the `</tool_call>` of a call, but not that tag.
+//! * `<tool_call>` and `</tool_call>` with nothing between them are dropped if they start a line outside of the reasoning
+//!   and of code;
+//! * any other `<tool_call>` is content, unchanged. So is text in a `<tool_call>` after its call, but not the closing tags
+//!   after the text.
 
 use super::{
-    declared::Tools,
+    declared::{Tools, is_name},
     json_call::{JsonAt, JsonScanner},
     prose::Mark,
     tags::{END_THINK, InputEnd, Reading, Tag, TagAt, TagKind, after_gap, after_opening, after_tool_calls, tag_at},
@@ -28,7 +30,7 @@ pub(super) struct CallFinder<'a> {
     /// Length of the whole answer so far.
     pub length: usize,
     pub in_reasoning: bool,
-    /// True after a call without `</tool_call>`.
+    /// True after a call whose `<tool_call>` has no `</tool_call>` so far.
     pub call_is_open: bool,
     pub end: InputEnd,
 }
@@ -45,7 +47,8 @@ impl CallFinder<'_> {
         }
         let Some(function) = after_tool_calls(text) else { return Reading::Other };
         if self.call_is_open && starts_line && text.starts_with("</") {
-            return tag_at(text).and_then(|tag| tag.kind.closes().then_some(Mark::Closing));
+            let ends_call = |kind| matches!(kind, TagKind::EndFunction | TagKind::EndToolCall);
+            return tag_at(text).and_then(|tag| ends_call(tag.kind).then_some(Mark::Leftover));
         }
         let is_bare = function.len() == text.len();
         let (name, length, is_exact) = match self.tools.tag_at(function, &[]) {
@@ -57,14 +60,13 @@ impl CallFinder<'_> {
             }
             // Models write a call without anything in it, which would be content of the next prompt.
             TagAt::Found(Tag { kind: TagKind::EndToolCall, .. }) if !is_bare && starts_line && !self.in_reasoning => {
-                return Reading::Found(Mark::Closing);
+                return Reading::Found(Mark::Leftover);
             }
             TagAt::Found(_) | TagAt::Other => return Reading::Other,
         };
         let is_known = self.tools.has(&name);
-        // The client answers a call of an unknown tool. Other text, such as a template's, is no name.
-        let is_name = name.chars().all(|c| c.is_alphanumeric() || "_-.:/".contains(c));
-        if !is_bare && is_exact && (is_known || is_name && !self.in_reasoning) {
+        // The client answers a call of an unknown tool.
+        if !is_bare && is_exact && (is_known || is_name(&name) && !self.in_reasoning) {
             return Reading::Found(Mark::Call);
         }
         let (header, body) = function.split_at(length);

@@ -45,7 +45,8 @@ impl TagKind {
 pub(super) struct Tag {
     pub kind: TagKind,
     pub length: usize,
-    /// False if the tag is misspelt: a wrong closing tag, a missing `>`, `name=`, or attributes or a value after the name.
+    /// False if the tag is misspelt: a wrong closing tag, a missing `>`, `name=`, or attributes or a value after the
+    /// name.
     pub is_exact: bool,
 }
 
@@ -128,8 +129,9 @@ fn header(after: &str, word: usize, kind: fn(String) -> TagKind, is_plain: bool)
     let inner = if is_parameter { without_attributes(whole) } else { whole };
     let is_closed = after[end..].starts_with('>');
     if let Some(name) = unclosed_name(whole).filter(|_| is_parameter && !is_closed && inner == whole) {
-        // The value follows the name.
-        return found(kind(name.into()), word + 1 + name.len() + 1, false);
+        // The value follows the name and one character.
+        let gap = after.len() - after.trim_start().len();
+        return found(kind(name.into()), word + gap + 1 + name.len() + 1, false);
     }
     let is_attribute = after.starts_with([' ', '\t']) && inner.starts_with("name");
     let value = if is_attribute { inner["name".len()..].trim_start() } else { inner };

@@ -254,7 +254,7 @@ fn stray_text_in_call_is_content() {
 fn markup() -> impl Strategy<Value = String> {
     let short = [
         "<think>", "</think>", "</param", "</param>", "`", "```\n", "\n", " ", "x", "null", "12", "é", "\"", "<", ">",
-        "\\", "[", "}", ",",
+        "\\", "[", "}", ",", "=", "\u{3000}",
     ];
     let long = [
         "<tool_call>",
@@ -273,6 +273,13 @@ fn markup() -> impl Strategy<Value = String> {
         "<parameter=\"n\">",
         "<parameter name='o'>",
         "<parameter=s\n",
+        "<parameter=s A=\"b\"",
+        "<parameter=f>",
+        "<parameter=arguments>",
+        "<parameter  =",
+        "<parameter",
+        "<function>",
+        "{\"function=f\"",
         "{\"a\": 1}",
         "<tool_calls>",
         "<|tool_call|>",

@@ -4,7 +4,8 @@
 //! value is only a candidate, and the text from it on is held back. It is the end if the answer ends, or if the next call
 //! starts. It is part of the value if the call continues after it: at a `</parameter>` that closes nothing in the text so
 //! far and that another tag of the call follows, or at another tag of the call after text that follows the end of the
-//! call. That tag is then the candidate.
+//! call. That tag is then the candidate. After a `</parameter>` and text, closing tags of the call alone do not continue
+//! it, because models write text at the end of a call.
 //!
 //! JSON that is complete ends at the next tag. A tag between two quotation marks on one line is text. So is a tag in the
 //! middle of a line, and a closing tag whose opening tag is part of the value.

@@ -13,6 +13,7 @@ fn text_before_end_of_call_is_content() {
         ("</function>\nOne.\n</function>\nTwo.\n</tool_call>\nThree.", "\nOne.\nTwo.\nThree."),
         ("</function>\nA\n```\n</tool_call>\n```", "\nA\n```\n</tool_call>\n```"),
         ("</function>\n</tool_call>\nA line is\n</tool_call>", "\nA line is\n</tool_call>"),
+        ("</function>\n<function={{ name }}>\n</tool_call>", "\n<function={{ name }}>"),
     ] {
         let deltas = read(&format!("<parameter=s>\nx\n</parameter>\n{rest}"));
         let expected = (content.to_owned(), vec![("f".to_owned(), json!({"s": "x"}))]);
@@ -49,12 +50,19 @@ fn header_without_bracket_keeps_its_value() {
         ("<parameter=s=ls", "ls"),
         ("<parameter=s a = b\nc\n", "a = b\nc"),
         ("<parameter=s \nx\n", "x"),
+        ("<parameter =s ls\n", "ls"),
+        ("<parameter=s ls > out 2>&1\n", "ls > out 2>&1"),
+        ("<parameter=s export A=\"b\"\n", "export A=\"b\""),
     ] {
         let deltas = read(&format!("{header}</parameter>\n<parameter=n>\n1\n</parameter>\n</function>"));
         let expected = ("f".to_owned(), json!({"s": value, "n": 1}));
         assert_eq!(answer(deltas), (String::new(), vec![expected]), "{header}");
     }
-    assert_eq!(answer(read("<parameter=other x\n</parameter>\n</function>")).1, [("f".to_owned(), json!({}))]);
+    for header in ["<parameter=other x", "<parameter  =éé x", "<parameter\u{3000}\u{3000}=ss x"] {
+        let deltas = read(&format!("{header}\n</parameter>\n</function>"));
+        assert_eq!(answer(deltas).1, [("f".to_owned(), json!({}))], "{header}");
+        read(&format!("<parameter=s>\nx\n{header}\n</parameter>\n</function>"));
+    }
 }
 
 #[test]
@@ -65,6 +73,10 @@ fn object_in_one_parameter_is_all_arguments() {
         ("<parameter=parameters>\n```json\n{\"n\": 1}\n```\n</parameter>", json!({"n": 1})),
         ("<parameter=arguments>\n[1]\n</parameter>", json!({"arguments": "[1]"})),
         ("<parameter=n>\n1\n</parameter>\n<parameter=input>\n{}\n</parameter>", json!({"n": 1, "input": "{}"})),
+        (
+            "<parameter=input>\n{\"x\": 1}\n</parameter>\n<parameter=s>\na\n</parameter>",
+            json!({"input": "{\"x\": 1}", "s": "a"}),
+        ),
     ] {
         assert_eq!(answer(read(body)), (String::new(), vec![("f".to_owned(), arguments)]), "{body}");
     }
