@@ -264,12 +264,14 @@ impl Streamed {
         drop(control);
         let keep_going = || submitted.replace(submitted.get() + 1) != cancelled;
         let mut hooks = PassHooks { keep_going: Some(&keep_going), ..PassHooks::default() };
-        match kind {
-            0 if cancelled == usize::MAX => drop(self.model.forward_each(&mut [(one, ids[0]), (two, ids[1])], &[])?),
-            1 if cancelled == usize::MAX => drop(self.model.verify(one, &ids)?),
-            _ => drop(self.model.forward_with(one, &ids[..1], Rows::Last, &mut hooks)?),
-        }
-        Ok(())
+        let done = match kind {
+            0 if cancelled == usize::MAX => self.model.forward_each(&mut [(one, ids[0]), (two, ids[1])], &[]).map(drop),
+            1 if cancelled == usize::MAX => self.model.verify(one, &ids).map(drop),
+            _ => self.model.forward_with(one, &ids[..1], Rows::Last, &mut hooks).map(drop),
+        };
+        // A pass may end before its faulty command buffer. Other passes have no fault.
+        self.control.lock().unwrap().fault = None;
+        done
     }
 }
 
