@@ -27,7 +27,8 @@ FN float sum_lanes(THREAD const float* l) {
 // Head h of a row is a query. The row after the queries is the raw key, which is stored in the ring. If the raw key is
 // the last of its block, the key of the block is computed as well. `rope` [tokens, rope_dim / 2, 2] holds cosines and
 // sines. A row of the ring has the raw key, then the cosines and sines of its position. The ring's rows of earlier
-// calls are read, and no row of this call overwrites them. A row of a sequence of its own is the first of this call.
+// calls are read, and no row of this call overwrites them. If the rows belong to different sequences, each is the first
+// row of its sequence in this call.
 // Grid (heads + 1, tokens), 32 threads.
 KERNEL(index_rows, ARGS(BlockArgs, a), IN(float, index, 1), IN(float, q_norm, 2), IN(float, k_norm, 3),
        IN(float, rope, 4), IN(uint, tables, 5), OUT(float, queries, 6), OUT(float, keys, 7), OUT(float, rings, 8),

@@ -353,7 +353,7 @@ enum { PAGE = 256 };
 struct SequenceRow { uint sequence, position; };
 
 // The position of a row, and the page table of its sequence. `table_pages` of the arguments is the number of pages in
-// the table of each sequence if each row has a sequence of its own, else 0.
+// the table of each sequence if each row belongs to a different sequence, else 0.
 template <class Args>
 FN uint row_position(CONSTANT Args& a, DEVICE const SequenceRow* rows, uint row) {
   return a.table_pages != 0 ? rows[row].position : a.start + row;

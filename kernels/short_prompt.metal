@@ -8,7 +8,8 @@
 // of W in a step: 64 bytes of codes, a word of scales and one of offsets for each row.
 enum { X_PITCH = 68, CODES_PITCH = 20, STRIP = 8 * CODES_PITCH + 16 };
 
-// What a lane copies of N * 8 rows of W: a quarter of a step of codes of N rows, and scales or offsets of one row.
+// The part of N * 8 rows of W that a lane copies: a quarter of a step of codes of N rows, and scales or offsets of one
+// row.
 template <uint N> struct StripPtrs { DEVICE const uchar *codes[N], *scales; };
 
 // Starts to copy a step of N * 8 rows of W and moves the pointers to codes. `shift` is 1 if two steps share a word of

@@ -54,7 +54,7 @@ impl ModelSource {
     }
 }
 
-/// What comes before the revision in the address of a page or a file of a model.
+/// The parts of a hub address after which the revision stands.
 const PAGES: [&str; 6] = ["tree", "blob", "commit", "commits", "resolve", "raw"];
 
 /// The hub id in the address of a model's page, and the page's revision unless it is the main branch. Any other text is

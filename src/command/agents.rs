@@ -49,7 +49,7 @@ impl AgentTarget {
         (self.context / 4).clamp(256, 32_000)
     }
 
-    /// What the model reads.
+    /// The kinds of input that the model reads.
     fn inputs(&self) -> Vec<&'static str> {
         if self.has_vision { vec!["text", "image"] } else { vec!["text"] }
     }

@@ -66,7 +66,7 @@ pub enum MachineGpu {
     None,
     /// The GPU shares the memory of the CPU.
     Unified,
-    /// The GPU has memory of its own, in bytes.
+    /// The GPU has separate memory, in bytes.
     Own(u64),
 }
 

@@ -66,7 +66,7 @@ fn include(file: &Path) -> String {
     with_companions(file).iter().map(|file| format!("#include \"{}\"\n", file.display())).collect()
 }
 
-/// What is compiled to one object.
+/// A source text that is compiled to one object.
 struct Unit {
     source: String,
     /// The files that `source` includes.

@@ -77,7 +77,7 @@ fn absent() -> bool {
     is_missing("clang++ with C++ for OpenCL 2021", &[PRINTED, &["-fsyntax-only"]].concat())
 }
 
-/// What a kernel needs of Metal.
+/// The features of Metal that a kernel needs.
 #[derive(Debug, Default, PartialEq)]
 struct KernelNeeds {
     buffers: usize,

@@ -74,7 +74,7 @@ fn shards_in_a_folder_give_same_logits() {
     assert!(load_error(dir.path()).contains("missing, such as weights/model-00002-of-00002.safetensors"));
 }
 
-/// OptiQ writes the tower to a file of its own. Its index may name the file.
+/// OptiQ writes the tower to a separate file, which its index may name.
 #[test]
 fn tower_in_its_own_file_reads_images() {
     let fixture = format!("{FIXTURES}/vision");

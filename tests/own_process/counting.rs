@@ -1,4 +1,4 @@
-//! What a process uses: the system's allocator with counters for all threads, and CPU time.
+//! Resources of a process: the system's allocator with counters for all threads, and CPU time.
 
 use std::{
     alloc::{GlobalAlloc, Layout, System},

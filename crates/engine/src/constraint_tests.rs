@@ -62,5 +62,5 @@ fn slow_mask_ends_its_answer_only() {
     let error = worker.next_mask_within(Duration::from_millis(1)).unwrap_err();
     assert!(error.to_string().contains("took longer than 1ms for one token"), "{error}");
     drop(release);
-    assert!(worker.next_mask().unwrap().contains(7), "the thread goes on after a slow mask");
+    assert!(worker.next_mask().unwrap().contains(7), "the thread still works after a slow mask");
 }

@@ -200,7 +200,7 @@ mod tests {
         assert_eq!(room([9, 100], &waiting, of(1, 11)), None);
         assert_eq!(room([9, 100], &[of(1, 90)], of(2, 11)), None);
         assert_eq!(room([9, 100], &[], of(1, 500)), Some(vec![]), "a request that nothing waits before");
-        // Requests without bytes of their own are never given up for bytes.
+        // A request without bytes is never dropped to make room for bytes.
         assert_eq!(room([9, 100], &[of(1, 60), of(1, 30), of(1, 0)], of(2, 20)), Some(vec![1]));
     }
 

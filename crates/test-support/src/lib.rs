@@ -1,4 +1,4 @@
-//! What tests of several crates use. Depends on none of them, because a unit test would then meet two versions of its
+//! Helpers for tests of several crates. Depends on none of them, because a unit test would then meet two versions of its
 //! own crate.
 
 pub mod belady;

@@ -1,4 +1,4 @@
-//! [`ran_in_own_process`] runs a test in a process of its own.
+//! [`ran_in_own_process`] runs a test in a separate process.
 //!
 //! Resident memory, open files, CPU time, allocations and disk reads belong to the whole process. A test that measures
 //! one of them next to other tests also measures what those tests do.
@@ -9,7 +9,7 @@ use std::{any, env, process::Command};
 const OWN_PROCESS: &str = "MOESTRO_TEST_OWN_PROCESS";
 
 /// Runs `test`, the calling test, in a child process that runs no other test, and returns true. Fails if the child
-/// fails. In the child process, returns false, so that the test goes on.
+/// fails. In the child process, returns false, so that the test runs.
 pub fn ran_in_own_process<T: Copy>(test: T) -> bool {
     ran_in_own_process_with(test, |_| ())
 }

@@ -68,7 +68,7 @@ where
     parsed(state, body, ParsedValues::Kept, parse).await
 }
 
-/// What happens to the parsed values of a request.
+/// The use of the parsed values of a request.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum ParsedValues {
     /// They are used as they are.

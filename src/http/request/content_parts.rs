@@ -221,7 +221,7 @@ fn file_text(part: &Value) -> Option<String> {
     is_text.then(|| name.as_str().into_iter().chain([&*text]).collect::<Vec<_>>().join("\n"))
 }
 
-/// What a part of type `kind` holds. `None` for an unknown type.
+/// The kind of media in a part of type `kind`. `None` for an unknown type.
 fn media(kind: &str) -> Option<&'static str> {
     match kind {
         "image" | "image_url" | "input_image" | "computer_screenshot" => Some("image"),

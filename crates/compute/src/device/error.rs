@@ -1,6 +1,6 @@
 //! [`DeviceError`], the error type of devices.
 
-/// What Metal's error says if macOS ended GPU work because it delayed the screen.
+/// The text of Metal's error if macOS ended GPU work because it delayed the screen.
 pub const GPU_INTERACTIVITY: &str = "Impacting Interactivity";
 /// What a user can do about that error.
 pub const GPU_INTERACTIVITY_REMEDY: &str =

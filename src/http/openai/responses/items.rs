@@ -70,7 +70,7 @@ pub fn to_messages(items: &[Value], input: usize) -> Result<Vec<Message<ImagePar
     Ok(builder.messages)
 }
 
-/// Who made an item, also of an unknown type.
+/// The author of an item, also of an unknown type.
 fn origin(item: &Value) -> MessageOrigin {
     match (item["type"].as_str().unwrap_or_default(), item["role"].as_str()) {
         (_, Some("assistant")) => MessageOrigin::Assistant,

@@ -49,7 +49,7 @@ impl MetalLibrary {
         self.compiled.get_or_init(|| {
             let device = &self.device;
             let has_precise_exp = self.has_precise_exp;
-            // Each file has a thread of its own, which must not end with an Objective-C exception.
+            // Each file is compiled on another thread, which must not end with an Objective-C exception.
             kernels::compile(false, |_, text, tiles| {
                 let source = kernels::metal_source(text, tiles);
                 let source = if has_precise_exp { kernels::with_precise_exp(&source) } else { source };

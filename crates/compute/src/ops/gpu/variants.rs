@@ -22,7 +22,7 @@ const LAUNCHES: [usize; 2] = [4, 32];
 /// The staged and the direct variant of a kernel, in this order.
 pub const VARIANTS: [&str; 2] = ["staged", "direct"];
 
-/// What decides which variant is faster: the kind of kernel, the columns, the threadgroups and the bits of a weight.
+/// The kind of kernel, the columns, the threadgroups and the bits of a weight. They decide which variant is faster.
 type ProductKey = [u32; 4];
 
 /// Which variants a backend launches.

@@ -12,7 +12,7 @@ use crate::{
     ops::{Float, Weight, WeightFormat, quant::fast},
 };
 
-/// Number of columns of a group, which has a scale of its own in W and in x.
+/// Number of columns of a group. Each group has a scale in W and a scale in x.
 const GROUP: usize = 64;
 /// Number of words of a group of x: halves, the sum and the inverse of the scale, and the sum of the squares.
 const GROUP_WORDS: [usize; 3] = [GROUP, 2, 1];
@@ -59,7 +59,7 @@ fn kernel(formats: TileFormats, tokens: usize, width: usize) -> (&'static str, u
     }
 }
 
-/// What decoded rows need to be multiplied on matrix units.
+/// Products of decoded rows on matrix units: their minimum size, and their buffer.
 #[derive(Debug, Clone, Copy)]
 pub struct RowTiles {
     /// Minimum number of weights of a product.

@@ -15,7 +15,7 @@ const UNIT: u32 = 8;
 /// The most registers that a thread of Apple's GPUs can have.
 const MOST: u32 = 128;
 
-/// What a kernel needs.
+/// The registers and the spills of a kernel.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 struct KernelRegisters {
     /// Registers per thread.
@@ -73,7 +73,7 @@ fn write_table(counts: &BTreeMap<String, KernelRegisters>) -> String {
     table
 }
 
-/// What differs from the table: a kernel above its limit or with more spills, or missing on one side.
+/// The differences from the table: a kernel above its limit or with more spills, or missing on one side.
 fn complaints(counts: &BTreeMap<String, KernelRegisters>, table: &str) -> Vec<String> {
     let row = |line: &str| {
         let (kernel, rest) = line.split_once(',').unwrap();
