@@ -126,17 +126,34 @@ impl Index {
     /// and the index names none of them for it.
     pub fn open(dir: &Path) -> Result<Self, StoreError> {
         let (files, listed) = WeightFiles::in_dir(dir)?;
-        let mut index = Self::empty(dir);
-        index.missing = files.describe_missing();
-        index.ignores_index = files.ignores_index;
-        let mut unresolved = BTreeMap::new();
-        for name in &files.chosen {
-            index.add(dir.join(name), &listed, &mut unresolved)?;
+        let chosen = Vec::from_iter(&files.chosen);
+        let mut entries: BTreeMap<String, Vec<TensorEntry>> = BTreeMap::new();
+        for (file, name) in chosen.iter().enumerate() {
+            for (tensor, entry) in read_header(&dir.join(name), file)? {
+                entries.entry(tensor).or_default().push(entry);
+            }
         }
-        if let Some((name, second)) = unresolved.first_key_value() {
-            return Err(index.ambiguous_tensor(name, second));
+        let mut tensors = BTreeMap::new();
+        for (name, mut entries) in entries {
+            if let [first, second, ..] = &entries[..] {
+                let [first, second] = [first, second].map(|entry| chosen[entry.file]);
+                entries.retain(|entry| listed.get(&name) == Some(chosen[entry.file]));
+                if entries.is_empty() {
+                    let files = format!("is in two shards, {first} and {second}");
+                    let why = format!("tensor {name} {files}, and no index says which one to use");
+                    return Err(StoreError::NotACheckpoint { path: dir.into(), why });
+                }
+            }
+            tensors.extend(entries.pop().map(|entry| (name, entry)));
         }
-        index.chosen = index.files.len();
+        let mut index = Self {
+            dir: dir.into(),
+            files: chosen.iter().map(|name| dir.join(name)).collect(),
+            tensors,
+            chosen: chosen.len(),
+            missing: files.describe_missing(),
+            ignores_index: files.ignores_index,
+        };
         for name in &files.others {
             index.add_other(dir.join(name));
         }
@@ -145,16 +162,8 @@ impl Index {
 
     /// Reads the header of a single file of the checkpoint in `dir`.
     pub fn open_file(dir: &Path, path: PathBuf) -> Result<Self, StoreError> {
-        let mut index = Self::empty(dir);
-        // A single file has no duplicate tensors, so nothing is unresolved.
-        index.add(path, &BTreeMap::new(), &mut BTreeMap::new())?;
-        index.chosen = index.files.len();
-        Ok(index)
-    }
-
-    fn empty(dir: &Path) -> Self {
-        let files = Vec::new();
-        Self { dir: dir.to_path_buf(), files, tensors: BTreeMap::new(), chosen: 0, missing: None, ignores_index: false }
+        let tensors = read_header(&path, 0)?.into_iter().collect();
+        Ok(Self { dir: dir.into(), files: vec![path], tensors, chosen: 1, missing: None, ignores_index: false })
     }
 
     /// Path of the file that contains a tensor.
@@ -186,14 +195,6 @@ impl Index {
         }
     }
 
-    /// The error for a tensor that is in the file `second`, too, if the index does not say which file to use.
-    fn ambiguous_tensor(&self, name: &str, second: &Path) -> StoreError {
-        let first = self.tensors.get(name).map_or(&*self.dir, |entry| self.path(entry));
-        let [first, second] = [first, second].map(|path| path.strip_prefix(&self.dir).unwrap_or(path).display());
-        let why = format!("tensor {name} is in two shards, {first} and {second}, and no index says which one to use");
-        StoreError::NotACheckpoint { path: self.dir.clone(), why }
-    }
-
     /// Logs that files are missing, although the checkpoint has all tensors that the model needs.
     pub fn report_missing_files(&self) {
         let dir = self.dir.display();
@@ -208,87 +209,61 @@ impl Index {
     /// Adds a file of which it is unknown whether it belongs to the checkpoint. Its tensors are used if the chosen
     /// files have no tensor of the same name.
     fn add_other(&mut self, path: PathBuf) {
-        match Self::open_file(&self.dir, path.clone()) {
-            Ok(other) if other.tensors.keys().all(|name| !self.tensors.contains_key(name)) => {
-                let file = self.files.len();
-                self.tensors
-                    .extend(other.tensors.into_iter().map(|(name, entry)| (name, TensorEntry { file, ..entry })));
+        match read_header(&path, self.files.len()) {
+            Ok(tensors) if tensors.iter().all(|(name, _)| !self.tensors.contains_key(name)) => {
+                self.tensors.extend(tensors);
                 self.files.push(path);
             }
             Ok(_) => tracing::debug!(file = %path.display(), "not used: other files have the same tensors"),
             Err(error) => tracing::debug!(%error, "not used: another file that is not a weight file"),
         }
     }
+}
 
-    /// Adds a file. If several files have a tensor, the one that `listed` (the index) names is used. `unresolved` maps
-    /// each tensor that is in several files, so far without the named one, to the second of these files.
-    fn add(
-        &mut self,
-        path: PathBuf,
-        listed: &BTreeMap<String, String>,
-        unresolved: &mut BTreeMap<String, PathBuf>,
-    ) -> Result<(), StoreError> {
-        let io = StoreError::at(&path);
-        let bad = |why: String| StoreError::NotACheckpoint { path: path.clone(), why };
-        let mut file = open_regular_file(&path).map_err(io)?;
-        let size = file.metadata().map_err(io)?.len();
-        let mut len = [0; 8];
-        file.read_exact(&mut len).map_err(|_| bad("too short for a safetensors file".into()))?;
-        if len == *LFS_START {
-            return Err(bad(IS_LFS_POINTER.into()));
-        }
-        let len = u64::from_le_bytes(len);
-        if len > MAX_HEADER_BYTES || len + 8 > size {
-            let why = format!("it is not a safetensors file: its header would have {len} bytes, but it has {size}");
-            return Err(bad(why));
-        }
-        let mut header = vec![0; len as usize];
-        file.read_exact(&mut header).map_err(io)?;
-        let UniqueMap(header): UniqueMap<TensorHeader> = serde_json::from_slice(&header)
-            .map_err(|error| bad(format!("its header is not a list of tensors: {error}")))?;
-        let mut ranges = Vec::with_capacity(header.len());
-        for (name, TensorHeader { dtype, shape: TensorShape(shape), data_offsets: [start, end] }) in header {
-            let elements = shape.iter().try_fold(1usize, |product, &side| product.checked_mul(side));
-            let bits = elements.and_then(|elements| elements.checked_mul(dtype.bitsize()));
-            let bytes = bits.filter(|bits| bits.is_multiple_of(8)).map(|bits| bits / 8);
-            // `bytes` is `None` if the shape overflows. Without the first check, `None == None` would accept an
-            // overflowing shape whose end is before its start.
-            if bytes.is_none() || end.checked_sub(start) != bytes.map(|bytes| bytes as u64) {
-                return Err(bad(format!("tensor {name}: {dtype:?} {shape:?} does not match bytes {start} to {end}")));
-            }
-            let last = (8 + len).saturating_add(end);
-            if last > size {
-                return Err(bad(format!("it is truncated: tensor {name} ends at byte {last} of {size}")));
-            }
-            ranges.push((start, end, name.clone()));
-            let entry = TensorEntry {
-                file: self.files.len(),
-                offset: 8 + len + start,
-                len: (end - start) as usize,
-                dtype,
-                shape,
-            };
-            if let Some(other) = self.tensors.get(&name) {
-                match listed.get(&name).map(|file| self.dir.join(file)) {
-                    Some(file) if file == path => _ = unresolved.remove(&name),
-                    Some(file) if file == self.path(other) => continue,
-                    _ => {
-                        // A later file may be the one that the index names.
-                        unresolved.entry(name).or_insert_with(|| path.clone());
-                        continue;
-                    }
-                }
-            }
-            self.tensors.insert(name, entry);
-        }
-        ranges.sort();
-        // An empty tensor overlaps no other tensor.
-        ranges.retain(|(start, end, _)| start < end);
-        let mut pairs = ranges.iter().zip(ranges.iter().skip(1));
-        if let Some(((.., one), (.., two))) = pairs.find(|(one, two)| one.1 > two.0) {
-            return Err(bad(format!("tensors {one} and {two} overlap")));
-        }
-        self.files.push(path);
-        Ok(())
+/// The tensors of a file. `file` is the number of the file in [`Index::files`].
+fn read_header(path: &Path, file: usize) -> Result<Vec<(String, TensorEntry)>, StoreError> {
+    let io = StoreError::at(path);
+    let bad = |why: String| StoreError::NotACheckpoint { path: path.into(), why };
+    let mut reader = open_regular_file(path).map_err(io)?;
+    let size = reader.metadata().map_err(io)?.len();
+    let mut len = [0; 8];
+    reader.read_exact(&mut len).map_err(|_| bad("too short for a safetensors file".into()))?;
+    if len == *LFS_START {
+        return Err(bad(IS_LFS_POINTER.into()));
     }
+    let len = u64::from_le_bytes(len);
+    if len > MAX_HEADER_BYTES || len + 8 > size {
+        let why = format!("it is not a safetensors file: its header would have {len} bytes, but it has {size}");
+        return Err(bad(why));
+    }
+    let mut header = vec![0; len as usize];
+    reader.read_exact(&mut header).map_err(io)?;
+    let UniqueMap(header): UniqueMap<TensorHeader> = serde_json::from_slice(&header)
+        .map_err(|error| bad(format!("its header is not a list of tensors: {error}")))?;
+    let mut tensors = Vec::with_capacity(header.len());
+    let mut ranges = Vec::with_capacity(header.len());
+    for (name, TensorHeader { dtype, shape: TensorShape(shape), data_offsets: [start, end] }) in header {
+        let elements = shape.iter().try_fold(1usize, |product, &side| product.checked_mul(side));
+        let bits = elements.and_then(|elements| elements.checked_mul(dtype.bitsize()));
+        let bytes = bits.filter(|bits| bits.is_multiple_of(8)).map(|bits| bits / 8);
+        // `bytes` is `None` if the shape overflows. Without the first check, `None == None` would accept an
+        // overflowing shape whose end is before its start.
+        if bytes.is_none() || end.checked_sub(start) != bytes.map(|bytes| bytes as u64) {
+            return Err(bad(format!("tensor {name}: {dtype:?} {shape:?} does not match bytes {start} to {end}")));
+        }
+        let last = (8 + len).saturating_add(end);
+        if last > size {
+            return Err(bad(format!("it is truncated: tensor {name} ends at byte {last} of {size}")));
+        }
+        ranges.push((start, end, name.clone()));
+        tensors.push((name, TensorEntry { file, offset: 8 + len + start, len: (end - start) as usize, dtype, shape }));
+    }
+    ranges.sort();
+    // An empty tensor overlaps no other tensor.
+    ranges.retain(|(start, end, _)| start < end);
+    let mut pairs = ranges.iter().zip(ranges.iter().skip(1));
+    if let Some(((.., one), (.., two))) = pairs.find(|(one, two)| one.1 > two.0) {
+        return Err(bad(format!("tensors {one} and {two} overlap")));
+    }
+    Ok(tensors)
 }
