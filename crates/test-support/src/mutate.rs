@@ -20,9 +20,19 @@ impl Dice {
         &all[self.below(all.len())]
     }
 
+    /// A number from 0 to 1.
+    pub fn fraction(&mut self) -> f64 {
+        (self.roll() >> 11) as f64 / (1u64 << 53) as f64
+    }
+
+    /// A number from -1 to 1.
+    pub fn unit(&mut self) -> f32 {
+        (2.0 * self.fraction() - 1.0) as f32
+    }
+
     /// A random number with approximately normal distribution, mean 0 and standard deviation 1.
     pub fn normal(&mut self) -> f32 {
-        let sum: f64 = (0..4).map(|_| (self.roll() >> 11) as f64 / (1u64 << 53) as f64 - 0.5).sum();
+        let sum: f64 = (0..4).map(|_| self.fraction() - 0.5).sum();
         (sum * 3f64.sqrt()) as f32
     }
 

@@ -148,7 +148,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn touched_pages_are_resident_and_keep_their_bytes() {
+    fn touched_pages_are_resident_and_unchanged() {
         let slab = Slab::new(1 << 20).unwrap();
         // SAFETY: no other code uses this slab.
         unsafe { slab.bytes_mut(4096..4097) }.fill(9);

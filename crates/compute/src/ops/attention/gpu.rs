@@ -469,7 +469,7 @@ mod tests {
     }
 
     #[test]
-    fn launches_are_small_on_gpus_with_a_screen() {
+    fn launches_are_small_on_gpus_with_screens() {
         let rows = |own, delayed| rows_at_once(32_768, prompt_work(own, delayed));
         assert_eq!([rows(true, false), rows(true, true)], [512, 128]);
         assert_eq!([rows(false, false), rows(false, true)], [128, QUERIES]);

@@ -203,10 +203,8 @@ impl<'a> QuantizedKv<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ops::simd::{
-        Isa,
-        tests::{Random, with},
-    };
+    use crate::ops::simd::{Isa, tests::with};
+    use test_support::mutate::Dice;
 
     #[test]
     fn hadamard_matches_definition_and_inverts_itself() {
@@ -230,9 +228,9 @@ mod tests {
 
     #[test]
     fn quantized_row_is_within_half_step() {
-        let mut random = Random(31);
+        let mut dice = Dice(31);
         for (bits, levels) in [(8, 127.0), (4, 15.0)] {
-            let row: Vec<f32> = (0..128).map(|at| random.unit() * [1e-3, 1.0, 50.0, 0.0][at / GROUP]).collect();
+            let row: Vec<f32> = (0..128).map(|at| dice.unit() * [1e-3, 1.0, 50.0, 0.0][at / GROUP]).collect();
             let (mut codes, mut scales) = (vec![0xaa; 16 * bits], vec![0xaa; 8]);
             quantize_row(bits, &row, &mut codes, &mut scales);
             for isa in Isa::all() {

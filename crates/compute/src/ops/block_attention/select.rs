@@ -176,6 +176,7 @@ wide! {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use test_support::mutate::Dice;
 
     #[test]
     fn equal_scores_choose_lower_blocks() {
@@ -187,17 +188,13 @@ mod tests {
     }
 
     #[test]
-    fn choice_equals_the_head_of_a_sorted_list() {
-        let mut state = 1u32;
+    fn choice_equals_sorted_head() {
+        let mut dice = Dice(1);
         for case in 0..300 {
             let count = 1 + case * 7 % 200;
-            let scores: Vec<f32> = (0..count)
-                .map(|_| {
-                    state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-                    // Few different values, so that many are equal.
-                    [0.0, -0.0, 1.0, f32::NAN, f32::INFINITY, 0.5, 2.0, -3.0][(state >> 24) as usize % (1 + case % 8)]
-                })
-                .collect();
+            // Few different values, so that many are equal.
+            let values = &[0.0, -0.0, 1.0, f32::NAN, f32::INFINITY, 0.5, 2.0, -3.0][..1 + case % 8];
+            let scores: Vec<f32> = (0..count).map(|_| *dice.pick(values)).collect();
             let mut sorted: Vec<u32> = (0..count as u32).collect();
             sorted.sort_by(|a, b| scores[*b as usize].total_cmp(&scores[*a as usize]).then(a.cmp(b)));
             let mut chosen = vec![0; 1 + case % count];

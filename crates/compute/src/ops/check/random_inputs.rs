@@ -19,25 +19,21 @@ impl RandomInputs {
     /// Codes, scales and biases of a random matrix with values of moderate size.
     pub fn parts(&mut self, format: WeightFormat, rows: usize, cols: usize) -> [Vec<u8>; 3] {
         let [code_bytes, scale_bytes, bias_bytes] = format.part_bytes(rows, cols);
-        let store = |float: Float, v: f32| match float {
-            Float::F32 => v.to_le_bytes().to_vec(),
-            Float::F16 => half::f16::from_f32(v).to_le_bytes().to_vec(),
-            Float::Bf16 => half::bf16::from_f32(v).to_le_bytes().to_vec(),
-        };
         match format {
             WeightFormat::Dense(float) => {
-                [(0..rows * cols).flat_map(|_| store(float, self.float())).collect(), vec![], vec![]]
+                [(0..rows * cols).flat_map(|_| float.to_le_bytes(self.float())).collect(), vec![], vec![]]
             }
             WeightFormat::Affine { bits, scale, .. } => {
                 let codes = (0..code_bytes).map(|_| self.0.bits() as u8).collect();
                 let step = 1.0 / f32::from(1u16 << bits);
-                let scales = (0..scale_bytes / scale.bytes()).flat_map(|_| store(scale, self.float() * step)).collect();
-                [codes, scales, (0..bias_bytes / scale.bytes()).flat_map(|_| store(scale, self.float())).collect()]
+                let scales =
+                    (0..scale_bytes / scale.bytes()).flat_map(|_| scale.to_le_bytes(self.float() * step)).collect();
+                [codes, scales, (0..bias_bytes / scale.bytes()).flat_map(|_| scale.to_le_bytes(self.float())).collect()]
             }
             WeightFormat::Fp8(scale) => {
                 let scale = scale.unwrap_or(Float::F32);
                 let codes = (0..code_bytes).map(|_| (self.0.bits() as u8) & 0xee).collect();
-                let scales = (0..scale_bytes / scale.bytes()).flat_map(|_| store(scale, self.float() / 64.0));
+                let scales = (0..scale_bytes / scale.bytes()).flat_map(|_| scale.to_le_bytes(self.float() / 64.0));
                 [codes, scales.collect(), vec![]]
             }
             // 0x7f is NaN, both as an 8-bit code and as a scale of nvfp4.

@@ -165,7 +165,9 @@ pub(in crate::ops) fn compute(
     }
     let codes = jobs.iter().flat_map(|job| [job.expert.gate.codes, job.expert.up.codes]);
     quantized.fill(device, region, x, tokens, hidden, codes);
-    forward(device, quantized, x, hidden, jobs, out, scratch);
+    arrange(device.arithmetic, jobs, &mut scratch.intermediate, &mut scratch.assignments);
+    gate_and_up(device, quantized, x, hidden, jobs, scratch);
+    down(device, hidden, jobs, out, scratch);
     Ok(())
 }
 
@@ -184,20 +186,6 @@ struct Intermediate {
 struct IntermediateOut {
     quantized: Option<RowWriter>,
     values: OutPtr,
-}
-
-fn forward(
-    device: &CpuDevice,
-    formats: &ActivationCache,
-    x: &[f32],
-    hidden: usize,
-    jobs: &[ExpertJob<'_>],
-    out: &mut [f32],
-    scratch: &mut ExpertScratch,
-) {
-    arrange(device.arithmetic, jobs, &mut scratch.intermediate, &mut scratch.assignments);
-    gate_and_up(device, formats, x, hidden, jobs, scratch);
-    down(device, hidden, jobs, out, scratch);
 }
 
 /// The first phase: gate and up, quantized for the down projection.

@@ -295,7 +295,7 @@ mod tests {
     use crate::ops::{Float, WeightFormat};
 
     #[test]
-    fn long_product_is_measured_by_its_first_rows() {
+    fn first_rows_of_long_product_are_measured() {
         let codes = WeightFormat::Affine { bits: 4, group: 64, scale: Float::Bf16 };
         let matrix = |rows| Weight { codes, rows, cols: 5120, global_scale: 1.0, parts: Default::default() };
         let buffer = Region { len: WEIGHTS + ROWS, ..Region::default() };

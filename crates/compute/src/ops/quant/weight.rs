@@ -20,6 +20,14 @@ impl Float {
         }
     }
 
+    pub(in crate::ops) fn to_le_bytes(self, value: f32) -> Vec<u8> {
+        match self {
+            Float::F32 => value.to_le_bytes().to_vec(),
+            Float::F16 => half::f16::from_f32(value).to_le_bytes().to_vec(),
+            Float::Bf16 => half::bf16::from_f32(value).to_le_bytes().to_vec(),
+        }
+    }
+
     /// The value at `index` of a packed little-endian array of any alignment.
     pub fn get(self, bytes: &[u8], index: usize) -> f32 {
         match self {

@@ -6,12 +6,10 @@ use crate::{
     device::{CpuArithmetic, Region},
     ops::{
         Conv, Decay, DeltaRule, DeltaShape, Replay,
-        simd::{
-            Isa,
-            tests::{Random, with},
-        },
+        simd::{Isa, tests::with},
     },
 };
+use test_support::mutate::Dice;
 
 pub(super) fn delta_shape(key_heads: usize, value_heads: usize, key_dim: usize, value_dim: usize) -> DeltaShape {
     DeltaShape { key_heads, value_heads, key_dim, value_dim, conv_width: 4, eps: 1e-6, gate: Default::default() }
@@ -29,17 +27,17 @@ struct Layer {
 }
 
 impl Layer {
-    fn random(lab: &mut TestCpu, random: &mut Random, shape: DeltaShape) -> Self {
+    fn random(lab: &mut TestCpu, dice: &mut Dice, shape: DeltaShape) -> Self {
         let mut draw = |size: f32, shift: f32| -> Vec<f32> {
-            (0..shape.value_heads).map(|_| random.unit() * size + shift).collect()
+            (0..shape.value_heads).map(|_| dice.unit() * size + shift).collect()
         };
         let rate = draw(1.0, -1.5);
         let bias = draw(1.0, 0.0);
         Self {
             shape,
             decay: Decay { rate: lab.floats(&rate), dt_bias: lab.floats(&bias) },
-            weight: lab.random(random, 4 * shape.channels()),
-            norm: lab.random(random, shape.value_dim),
+            weight: lab.random(dice, 4 * shape.channels()),
+            norm: lab.random(dice, shape.value_dim),
             samples: lab.buffer(3 * shape.channels()),
             state: lab.buffer(shape.values() * shape.key_dim),
         }
@@ -101,13 +99,13 @@ fn rule(h: &DeltaShape, rate: &[f32], bias: &[f32], mixed: &[f32], proj: &[f32],
 
 #[test]
 fn delta_rule_matches_naive_reference() {
-    let mut random = Random(31);
+    let mut dice = Dice(31);
     let mut lab = TestCpu::new();
     for (key_heads, value_heads, key_dim, value_dim) in [(2, 4, 64, 32), (1, 2, 128, 128), (3, 3, 20, 48)] {
         let shape = delta_shape(key_heads, value_heads, key_dim, value_dim);
-        let layer = Layer::random(&mut lab, &mut random, shape);
+        let layer = Layer::random(&mut lab, &mut dice, shape);
         let tokens = 50;
-        let proj = lab.random(&mut random, tokens * shape.width());
+        let proj = lab.random(&mut dice, tokens * shape.width());
         let mut plain = vec![0.0; shape.values() * key_dim];
         let [mixed, out, _] = layer.run(lab.with(3, CpuArithmetic::Integer), proj, tokens);
         let rate = lab.read(layer.decay.rate);
@@ -122,16 +120,16 @@ fn delta_rule_matches_naive_reference() {
 
 #[test]
 fn delta_bytes_ignore_chunks_and_threads() {
-    let mut random = Random(32);
+    let mut dice = Dice(32);
     let mut lab = TestCpu::new();
     // With keys of 128 values, rows of S stay in registers on processors that have enough. The 1,024 channels of a
     // token are split into several tasks.
     for (key_dim, value_dim) in [(64, 80), (128, 80), (64, 192)] {
         let shape = delta_shape(2, 4, key_dim, value_dim);
-        let layer = Layer::random(&mut lab, &mut random, shape);
+        let layer = Layer::random(&mut lab, &mut dice, shape);
         let tokens = 37;
         let width = shape.width();
-        let proj = lab.random(&mut random, tokens * width);
+        let proj = lab.random(&mut dice, tokens * width);
         let mut run = |threads: usize, cuts: &[usize]| {
             let lab = lab.with(threads, CpuArithmetic::Integer);
             let layer = Layer {
@@ -161,14 +159,14 @@ fn delta_bytes_ignore_chunks_and_threads() {
 /// rows. Each later pass first stores the accepted rows of the pass before it: three of four, then two of two.
 #[test]
 fn rejected_rows_leave_state_bytes_unchanged() {
-    let mut random = Random(35);
+    let mut dice = Dice(35);
     let mut lab = TestCpu::new();
     for (key_heads, value_heads, key_dim, value_dim) in [(2, 4, 64, 80), (1, 2, 128, 128), (3, 3, 20, 48)] {
         let shape = delta_shape(key_heads, value_heads, key_dim, value_dim);
         let width = shape.width();
         let channels = shape.channels();
-        let layer = Layer::random(&mut lab, &mut random, shape);
-        let proj = lab.random(&mut random, 9 * width);
+        let layer = Layer::random(&mut lab, &mut dice, shape);
+        let proj = lab.random(&mut dice, 9 * width);
         let another = |lab: &mut TestCpu| Layer {
             samples: lab.buffer(3 * channels),
             state: lab.buffer(shape.values() * key_dim),
@@ -206,15 +204,15 @@ fn rejected_rows_leave_state_bytes_unchanged() {
 
 #[test]
 fn convolution_matches_naive_reference() {
-    let mut random = Random(33);
+    let mut dice = Dice(33);
     let mut lab = TestCpu::new();
     let shape = delta_shape(4, 16, 128, 192);
     let tokens = 6;
     let channels = shape.channels();
     let keys = 4 * 128;
     assert_eq!(channels, 2048 * 2);
-    let layer = Layer { samples: lab.random(&mut random, 3 * channels), ..Layer::random(&mut lab, &mut random, shape) };
-    let proj = lab.random(&mut random, tokens * shape.width());
+    let layer = Layer { samples: lab.random(&mut dice, 3 * channels), ..Layer::random(&mut lab, &mut dice, shape) };
+    let proj = lab.random(&mut dice, tokens * shape.width());
     let mut full: Vec<Vec<f32>> = lab.read(layer.samples).chunks(channels).map(<[f32]>::to_vec).collect();
     full.extend(lab.read(proj).chunks(shape.width()).map(|row| row[..channels].to_vec()));
     let [y, ..] = layer.run(lab.with(2, CpuArithmetic::Integer), proj, tokens);

@@ -5,16 +5,15 @@ use super::{
     MoeWeights, Op, ReservedBuffer, SharedExpert, Weight, WeightFormat,
     linear::products::tests::OwnedWeight,
     quant::ActivationFormat,
-    simd::{
-        Isa,
-        tests::{Random, with},
-    },
+    simd::{Isa, tests::with},
 };
 use crate::device::{CpuArithmetic, CpuDevice, DeviceError, Region, Slab};
 use std::sync::Arc;
+use test_support::mutate::Dice;
 
 mod attention;
 mod delta;
+mod filled_cache;
 mod kv_bits;
 mod sequence_rows;
 
@@ -69,8 +68,8 @@ impl TestCpu {
         self.bytes(bytemuck::cast_slice(values))
     }
 
-    fn random(&mut self, random: &mut Random, count: usize) -> Region {
-        self.floats(&(0..count).map(|_| random.unit()).collect::<Vec<_>>())
+    fn random(&mut self, dice: &mut Dice, count: usize) -> Region {
+        self.floats(&(0..count).map(|_| dice.unit()).collect::<Vec<_>>())
     }
 
     /// A page table whose pages are in descending order.
@@ -82,8 +81,8 @@ impl TestCpu {
         self.cpu.allocate(count * 4).unwrap()
     }
 
-    fn weight(&mut self, random: &mut Random, codes: WeightFormat, rows: usize, cols: usize) -> Weight {
-        let owned = OwnedWeight::random(random, codes, rows, cols);
+    fn weight(&mut self, dice: &mut Dice, codes: WeightFormat, rows: usize, cols: usize) -> Weight {
+        let owned = OwnedWeight::random(dice, codes, rows, cols);
         let parts = owned.view().parts.map(|part| self.bytes(part));
         Weight { codes, rows, cols, global_scale: 1.0, parts }
     }
@@ -138,20 +137,20 @@ fn to_bits(values: Vec<f32>) -> Vec<u32> {
 fn linear_bytes_ignore_batch_and_threads() {
     // More rows than one task computes.
     const ROWS: usize = 130;
-    let mut random = Random(11);
+    let mut dice = Dice(11);
     let mut lab = TestCpu::new();
     let eight = WeightFormat::Affine { bits: 8, group: 64, scale: Float::Bf16 };
     for last in [(AFFINE, 1), (WeightFormat::Mxfp4, 40)] {
         let all = [(AFFINE, 300), (eight, 7), (WeightFormat::Dense(Float::Bf16), 65), last]
-            .map(|(codes, rows)| lab.weight(&mut random, codes, rows, 384));
+            .map(|(codes, rows)| lab.weight(&mut dice, codes, rows, 384));
         let width: usize = all.iter().map(|weight| weight.rows).sum();
-        let x = lab.random(&mut random, ROWS * 384);
+        let x = lab.random(&mut dice, ROWS * 384);
         for math in [CpuArithmetic::Integer, CpuArithmetic::F32] {
             let expected = to_bits(lab.with(1, math).linear(x, ROWS, &all));
             for threads in [2, 5] {
                 assert!(to_bits(lab.with(threads, math).linear(x, ROWS, &all)) == expected);
             }
-            let y = lab.random(&mut random, ROWS * width);
+            let y = lab.random(&mut dice, ROWS * width);
             let before = lab.read(y);
             lab.run(Linear { x, tokens: ROWS, norm: None, matrices: &all, y, add: true });
             let sums = before.iter().zip(&expected).map(|(y, x)| y + f32::from_bits(*x)).collect();
@@ -173,10 +172,10 @@ fn linear_bytes_ignore_batch_and_threads() {
 
 #[test]
 fn linear_refuses_mismatched_sizes() {
-    let mut random = Random(12);
+    let mut dice = Dice(12);
     let mut lab = TestCpu::new();
-    let weight = lab.weight(&mut random, AFFINE, 8, 128);
-    let x = lab.random(&mut random, 2 * 128);
+    let weight = lab.weight(&mut dice, AFFINE, 8, 128);
+    let x = lab.random(&mut dice, 2 * 128);
     let y = lab.buffer(2 * 9);
     let mut fails = |weight: Weight, x: Region, y: Region| {
         lab.fails(Linear { x, tokens: 2, norm: None, matrices: &[weight], y, add: false })
@@ -202,7 +201,7 @@ impl Layer {
 
     fn random(
         lab: &mut TestCpu,
-        random: &mut Random,
+        dice: &mut Dice,
         kinds: &[(WeightFormat, WeightFormat, usize)],
         tokens: usize,
         k: usize,
@@ -213,7 +212,7 @@ impl Layer {
             let shapes = [(*up, *inner, hidden), (*up, *inner, hidden), (*down, hidden, *inner)];
             let (mut bytes, mut stacks): (Vec<u8>, [ExpertStack; 3]) = Default::default();
             for ((codes, rows, cols), stack) in shapes.into_iter().zip(&mut stacks) {
-                let owned = OwnedWeight::random(random, codes, rows, cols);
+                let owned = OwnedWeight::random(dice, codes, rows, cols);
                 let at = owned.view().parts.map(|part| {
                     let at = bytes.len();
                     bytes.extend(part);
@@ -237,7 +236,7 @@ impl Layer {
         }
         let mut assignments = vec![Vec::new(); kinds.len()];
         for token in 0..tokens {
-            let first = random.below(kinds.len());
+            let first = dice.below(kinds.len());
             for rank in 0..k {
                 assignments[(first + rank) % kinds.len()].push((token * k + rank) as u32);
             }
@@ -289,13 +288,13 @@ fn kinds() -> Vec<(WeightFormat, WeightFormat, usize)> {
 
 #[test]
 fn experts_match_naive_reference() {
-    let mut random = Random(13);
+    let mut dice = Dice(13);
     let mut lab = TestCpu::new();
     let tokens = 40;
     let k = 3;
     let hidden = Layer::HIDDEN;
-    let layer = Layer::random(&mut lab, &mut random, &kinds(), tokens, k);
-    let x = lab.random(&mut random, tokens * hidden);
+    let layer = Layer::random(&mut lab, &mut dice, &kinds(), tokens, k);
+    let x = lab.random(&mut dice, tokens * hidden);
     for math in [CpuArithmetic::F32, CpuArithmetic::Integer] {
         // The tolerance: a few quantization levels of each product's activations.
         let levels = |weight: &Weight| match weight.codes {
@@ -326,13 +325,13 @@ fn experts_match_naive_reference() {
 
 #[test]
 fn expert_bytes_ignore_batch_and_threads() {
-    let mut random = Random(14);
+    let mut dice = Dice(14);
     let mut lab = TestCpu::new();
     let tokens = 300;
     let k = 4;
     let hidden = Layer::HIDDEN;
-    let layer = Layer::random(&mut lab, &mut random, &kinds(), tokens, k);
-    let x = lab.random(&mut random, tokens * hidden);
+    let layer = Layer::random(&mut lab, &mut dice, &kinds(), tokens, k);
+    let x = lab.random(&mut dice, tokens * hidden);
     for math in [CpuArithmetic::Integer, CpuArithmetic::F32] {
         let expected = to_bits(layer.all(lab.with(1, math), x, tokens));
         assert!(to_bits(layer.all(lab.with(4, math), x, tokens)) == expected);
@@ -352,10 +351,10 @@ fn expert_bytes_ignore_batch_and_threads() {
 
 #[test]
 fn experts_refuse_invalid_assignments() {
-    let mut random = Random(15);
+    let mut dice = Dice(15);
     let mut lab = TestCpu::new();
-    let mut layer = Layer::random(&mut lab, &mut random, &kinds()[..1], 1, 1);
-    let x = lab.random(&mut random, Layer::HIDDEN);
+    let mut layer = Layer::random(&mut lab, &mut dice, &kinds()[..1], 1, 1);
+    let x = lab.random(&mut dice, Layer::HIDDEN);
     let out = lab.buffer(2 * Layer::HIDDEN);
     assert!(layer.run(&mut lab, 0, &[0], x, 1, out));
     // An assignment of another token, an assignment that does not exist, and a duplicate.
@@ -368,19 +367,19 @@ fn experts_refuse_invalid_assignments() {
 
 #[test]
 fn combine_adds_in_rank_order() -> Result<(), DeviceError> {
-    let mut random = Random(16);
+    let mut dice = Dice(16);
     let mut lab = TestCpu::new();
     let tokens = 5;
     let k = 3;
     let hidden = 40;
     let codes = WeightFormat::Dense(Float::F32);
     let router = Weight { codes, rows: 1, cols: hidden, global_scale: 1.0, parts: Default::default() };
-    let down = lab.weight(&mut random, codes, hidden, 8);
+    let down = lab.weight(&mut dice, codes, hidden, 8);
     let shared = Some(SharedExpert { gate_up: [router; 2], down, result: router });
     let layer = &MoeWeights { k, renormalise: true, router, shared, stacks: Default::default() };
-    let out = lab.random(&mut random, tokens * (k + 1) * hidden);
-    let weights = lab.random(&mut random, tokens * (k + 1));
-    let h = lab.random(&mut random, tokens * hidden);
+    let out = lab.random(&mut dice, tokens * (k + 1) * hidden);
+    let weights = lab.random(&mut dice, tokens * (k + 1));
+    let h = lab.random(&mut dice, tokens * hidden);
     let scores = lab.buffer(tokens * layer.width());
     let act = lab.buffer(tokens * (k + 1) * layer.row());
     let buffers = MoeBuffers { scores, act, out, weights, ..MoeBuffers::default() };

@@ -5,9 +5,10 @@ use crate::{
     device::Region,
     ops::{
         Attention, AttentionRows, AttentionShape, Conv, Decay, DeltaNet, DeltaNetRows, DeltaRule, KvCache, KvFormat,
-        KvWrite, Linear, Norm, QkNormRope, RecentRing, Replay, SequenceRows, simd::tests::Random,
+        KvWrite, Linear, Norm, QkNormRope, RecentRing, Replay, SequenceRows,
     },
 };
+use test_support::mutate::Dice;
 
 /// Row 0 belongs to sequence 1 and row 1 to sequence 0, at these positions.
 const STARTS: [usize; 2] = [261, 40];
@@ -18,8 +19,8 @@ fn table(lab: &mut TestCpu) -> SequenceRows {
 }
 
 /// Two buffers with the same values.
-fn twice(lab: &mut TestCpu, random: &mut Random, count: usize) -> [Region; 2] {
-    let values: Vec<f32> = (0..count).map(|_| random.unit()).collect();
+fn twice(lab: &mut TestCpu, dice: &mut Dice, count: usize) -> [Region; 2] {
+    let values: Vec<f32> = (0..count).map(|_| dice.unit()).collect();
     [lab.floats(&values), lab.floats(&values)]
 }
 
@@ -27,14 +28,14 @@ fn twice(lab: &mut TestCpu, random: &mut Random, count: usize) -> [Region; 2] {
 fn attention_rows_match_each_sequence_alone() {
     let ring = Some(RecentRing { capacity: 256, format: KvFormat::I16 });
     for (format, recent) in [(KvFormat::F32, None), (KvFormat::I16, None), (KvFormat::Eight, ring)] {
-        let mut random = Random(21);
+        let mut dice = Dice(21);
         let mut lab = TestCpu::new();
         let shape =
             &AttentionShape { heads: 4, kv_heads: 2, dim: 64, rope_dim: 32, eps: 1e-6, context: 264, format, recent };
         let of = |region: Region, row, width| region.rows(row, 1, width);
         let values = shape.heads * shape.dim;
-        let [proj, rope] = [shape.width(), shape.rope_dim].map(|width| lab.random(&mut random, 2 * width));
-        let [q_norm, k_norm] = [(); 2].map(|()| lab.random(&mut random, shape.dim));
+        let [proj, rope] = [shape.width(), shape.rope_dim].map(|width| lab.random(&mut dice, 2 * width));
+        let [q_norm, k_norm] = [(); 2].map(|()| lab.random(&mut dice, shape.dim));
         let norm_rope = |rope_table| QkNormRope { q_norm, k_norm, rope_table };
         let pages = lab.table(2 * shape.pages());
         let mut run = |together: bool| {
@@ -71,7 +72,7 @@ fn attention_rows_match_each_sequence_alone() {
 
 #[test]
 fn delta_net_rows_match_each_sequence_alone() {
-    let mut random = Random(22);
+    let mut dice = Dice(22);
     let mut lab = TestCpu::new();
     let shape = &delta_shape(2, 4, 32, 32);
     let hidden = 128;
@@ -79,14 +80,14 @@ fn delta_net_rows_match_each_sequence_alone() {
     let values = shape.values();
     let heads = shape.value_heads;
     let in_rows = [channels, values, heads, heads];
-    let matrices = in_rows.map(|rows| lab.weight(&mut random, AFFINE, rows, hidden));
-    let last = [lab.weight(&mut random, AFFINE, hidden, values)];
-    let norm = Some(Norm { weight: lab.random(&mut random, hidden), eps: 1e-6, keep: None });
-    let weight = lab.random(&mut random, 4 * channels);
-    let decay = Decay { rate: lab.floats(&vec![-0.5; heads]), dt_bias: lab.random(&mut random, heads) };
-    let gated = lab.random(&mut random, shape.value_dim);
+    let matrices = in_rows.map(|rows| lab.weight(&mut dice, AFFINE, rows, hidden));
+    let last = [lab.weight(&mut dice, AFFINE, hidden, values)];
+    let norm = Some(Norm { weight: lab.random(&mut dice, hidden), eps: 1e-6, keep: None });
+    let weight = lab.random(&mut dice, 4 * channels);
+    let decay = Decay { rate: lab.floats(&vec![-0.5; heads]), dt_bias: lab.random(&mut dice, heads) };
+    let gated = lab.random(&mut dice, shape.value_dim);
     let [sample, matrix] = [3 * channels, values * shape.key_dim];
-    let [h, samples, states] = [hidden, sample, matrix].map(|width| twice(&mut lab, &mut random, 2 * width));
+    let [h, samples, states] = [hidden, sample, matrix].map(|width| twice(&mut lab, &mut dice, 2 * width));
     let proj = lab.buffer(2 * shape.width());
     let mixed = lab.buffer(2 * channels);
     let out = lab.buffer(2 * values);

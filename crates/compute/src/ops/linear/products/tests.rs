@@ -7,9 +7,10 @@ use crate::{
         Float, WeightFormat,
         check::processor,
         quant::{ActivationFormat, QuantizedRows, unpack},
-        simd::{tests::Random, vector::sum8},
+        simd::vector::sum8,
     },
 };
+use test_support::mutate::Dice;
 
 /// A random matrix whose parts start at odd addresses.
 pub(crate) struct OwnedWeight {
@@ -20,23 +21,31 @@ pub(crate) struct OwnedWeight {
     parts: [Vec<u8>; 3],
 }
 
+fn bytes(dice: &mut Dice, len: usize) -> Vec<u8> {
+    (0..len).map(|_| dice.roll() as u8).collect()
+}
+
+fn floats(dice: &mut Dice, float: Float, len: usize) -> Vec<u8> {
+    (0..len / float.bytes()).flat_map(|_| float.to_le_bytes(dice.unit() * 0.1)).collect()
+}
+
 impl OwnedWeight {
-    pub fn random(random: &mut Random, codes: WeightFormat, rows: usize, cols: usize) -> Self {
+    pub fn random(dice: &mut Dice, codes: WeightFormat, rows: usize, cols: usize) -> Self {
         let sizes = codes.part_bytes(rows, cols);
         let parts = [0, 1, 2].map(|part| {
             let data = match (codes, part) {
                 (WeightFormat::Affine { scale, .. }, 1 | 2) | (WeightFormat::Fp8(Some(scale)), 1) => {
-                    random.floats(scale, sizes[part] / scale.bytes(), 0.1)
+                    floats(dice, scale, sizes[part])
                 }
-                (WeightFormat::Dense(float), 0) => random.floats(float, rows * cols, 0.1),
+                (WeightFormat::Dense(float), 0) => floats(dice, float, sizes[part]),
                 // Exponents near one, no NaN.
                 (WeightFormat::Mxfp4 | WeightFormat::Mxfp8, 1) => {
-                    (0..sizes[1]).map(|_| 120 + random.below(12) as u8).collect()
+                    (0..sizes[1]).map(|_| 120 + dice.below(12) as u8).collect()
                 }
                 (WeightFormat::Mxfp8 | WeightFormat::Fp8(_), 0) | (WeightFormat::Nvfp4, 1) => {
-                    random.bytes(sizes[part]).iter().map(|byte| if byte & 0x7f == 0x7f { 1 } else { *byte }).collect()
+                    bytes(dice, sizes[part]).iter().map(|byte| if byte & 0x7f == 0x7f { 1 } else { *byte }).collect()
                 }
-                _ => random.bytes(sizes[part]),
+                _ => bytes(dice, sizes[part]),
             };
             let mut odd = vec![0xa5; 1 + part];
             odd.extend(data);
@@ -106,13 +115,13 @@ fn reference(weight: &OwnedWeight, x: &[f32]) -> Vec<f32> {
     out
 }
 
-fn activations(random: &mut Random, tokens: usize, cols: usize) -> Vec<f32> {
-    let mut x: Vec<f32> = (0..tokens * cols).map(|_| random.unit() * 3.0).collect();
+fn activations(dice: &mut Dice, tokens: usize, cols: usize) -> Vec<f32> {
+    let mut x: Vec<f32> = (0..tokens * cols).map(|_| dice.unit() * 3.0).collect();
     for _ in 0..tokens {
         // A zero group and an outlier.
-        let at = random.below(tokens * cols / 32) * 32;
+        let at = dice.below(tokens * cols / 32) * 32;
         x[at..at + 32].fill(0.0);
-        let at = random.below(tokens * cols);
+        let at = dice.below(tokens * cols);
         x[at] = 1000.0;
     }
     x
@@ -127,7 +136,7 @@ fn largest_dot_product_fits_i32() {
         for group in [32, 64, 128] {
             // The largest possible dot product: all codes and activations are extreme and have one sign.
             let codes = WeightFormat::Affine { bits, group, scale: Float::F32 };
-            let mut weight = OwnedWeight::random(&mut Random(5), codes, 16, group.into());
+            let mut weight = OwnedWeight::random(&mut Dice(5), codes, 16, group.into());
             weight.parts[0].fill(0xff);
             let x: Vec<f32> = vec![-3.0; 2 * usize::from(group)];
             let expected = reference(&weight, &x);
@@ -155,17 +164,17 @@ fn assert_same_bytes(a: &[f32], b: &[f32], what: &str) {
 fn every_isa_gives_the_reference_bytes() {
     // tests/neon.sh reads this line.
     println!("kernels: {:?}", Isa::all());
-    let mut random = Random(1);
+    let mut dice = Dice(1);
     for bits in [2, 3, 4, 5, 6, 8] {
         for group in [32, 64, 128] {
             let long = [(1, 1, 1), (3, 8, 2), (37, 5, 7), (64, 19, 3), (70, 16, 9), (16, 3, 33)];
             let short = [(35, 1, 3), (16, 1, 1), (21, 2, 2), (23, 4, 3), (3, 4, 1)];
             for (rows, groups, tokens) in long.into_iter().chain(short) {
-                let scale = [Float::Bf16, Float::F16, Float::F32][random.below(3)];
+                let scale = [Float::Bf16, Float::F16, Float::F32][dice.below(3)];
                 let codes = WeightFormat::Affine { bits, group, scale };
                 let cols = groups * group as usize;
-                let weight = OwnedWeight::random(&mut random, codes, rows, cols);
-                let x = activations(&mut random, tokens, cols);
+                let weight = OwnedWeight::random(&mut dice, codes, rows, cols);
+                let x = activations(&mut dice, tokens, cols);
                 let expected = reference(&weight, &x);
                 for isa in Isa::all() {
                     for together in [1, 2, tokens] {
@@ -180,12 +189,12 @@ fn every_isa_gives_the_reference_bytes() {
 
 #[test]
 fn requantized_rows_replace_old_results() {
-    let mut random = Random(6);
+    let mut dice = Dice(6);
     let mut quantized = QuantizedRows::default();
     let codes = WeightFormat::Affine { bits: 4, group: 64, scale: Float::Bf16 };
-    let weight = OwnedWeight::random(&mut random, codes, 32, 512);
+    let weight = OwnedWeight::random(&mut dice, codes, 32, 512);
     for _ in 0..3 {
-        let x = activations(&mut random, 4, 512);
+        let x = activations(&mut dice, 4, 512);
         let expected = reference(&weight, &x);
         for isa in Isa::all() {
             let found = processor::run_in(&mut quantized, isa, Integer, &weight.view(), &x, 4);
@@ -196,11 +205,11 @@ fn requantized_rows_replace_old_results() {
 
 #[test]
 fn integer_products_are_close_to_float() {
-    let mut random = Random(2);
+    let mut dice = Dice(2);
     for bits in [2, 3, 4, 5, 6, 8] {
         let codes = WeightFormat::Affine { bits, group: 64, scale: Float::Bf16 };
-        let weight = OwnedWeight::random(&mut random, codes, 40, 1024);
-        let x: Vec<f32> = (0..1024).map(|_| random.unit()).collect();
+        let weight = OwnedWeight::random(&mut dice, codes, 40, 1024);
+        let x: Vec<f32> = (0..1024).map(|_| dice.unit()).collect();
         let exact = run(Isa::best(), F32, &weight, &x, 1);
         let fast = run(Isa::best(), Integer, &weight, &x, 1);
         let norm = exact.iter().map(|y| y * y).sum::<f32>().sqrt();
@@ -213,7 +222,7 @@ fn integer_products_are_close_to_float() {
 
 #[test]
 fn float_products_agree_on_all_isas() {
-    let mut random = Random(3);
+    let mut dice = Dice(3);
     let affine = |bits| WeightFormat::Affine { bits, group: 32, scale: Float::F16 };
     let dense = [Float::F32, Float::F16, Float::Bf16].map(WeightFormat::Dense);
     let all =
@@ -221,9 +230,9 @@ fn float_products_agree_on_all_isas() {
     let fp8 = [None, Some(Float::F32), Some(Float::Bf16)].map(WeightFormat::Fp8);
     for codes in dense.into_iter().chain(all).chain(fp8) {
         for (rows, cols, tokens) in [(1, 32, 1), (5, 96, 3), (33, 320, 6)] {
-            let mut weight = OwnedWeight::random(&mut random, codes, rows, cols);
+            let mut weight = OwnedWeight::random(&mut dice, codes, rows, cols);
             weight.global_scale = 0.5;
-            let x: Vec<f32> = (0..tokens * cols).map(|_| random.unit()).collect();
+            let x: Vec<f32> = (0..tokens * cols).map(|_| dice.unit()).collect();
             let expected = run(Isa::Scalar, F32, &weight, &x, 1);
             for isa in Isa::all() {
                 for together in [1, 2, tokens] {
@@ -247,9 +256,9 @@ fn float_products_agree_on_all_isas() {
 
 #[test]
 fn nonfinite_input_makes_outputs_nonfinite() {
-    let mut random = Random(4);
+    let mut dice = Dice(4);
     let codes = WeightFormat::Affine { bits: 4, group: 64, scale: Float::Bf16 };
-    let weight = OwnedWeight::random(&mut random, codes, 3, 128);
+    let weight = OwnedWeight::random(&mut dice, codes, 3, 128);
     for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
         let mut x = vec![1.0; 128];
         x[77] = bad;
