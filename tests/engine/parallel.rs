@@ -1,6 +1,6 @@
 //! Tests of several requests at the same time: their order, and failures that end only one of the requests.
 
-use super::scheduler::{MS, ask, dice, engine, options, request, slow_model, wait_for_token, wait_until_idle};
+use super::scheduler::{MS, ask, engine, options, request, slow_model, wait_for_token, wait_until_idle};
 use mock_model::MockModel;
 use moestro_compute::device::{CpuArithmetic, CpuDevice};
 use moestro_engine::{
@@ -10,6 +10,7 @@ use std::{
     sync::{Arc, atomic::Ordering},
     time::{Duration, Instant},
 };
+use test_support::mutate::Dice;
 
 fn parallel(count: usize) -> Options {
     Options { parallel: count, max_queue: 64, ..options() }
@@ -183,11 +184,11 @@ fn shared_new_prefix_is_computed_once() {
 
 #[test]
 fn random_mixes_answer_as_alone() {
-    let random = |n: u32| {
-        let ids = (0..1 + dice(n) % 40).map(|k| 3 + dice(n + k) % 60).collect();
-        let temperature = [0.0, 1.0, 20.0][dice(n ^ 7) as usize % 3];
-        let sampling = Sampling { temperature, seed: Some(n.into()), ..Sampling::default() };
-        Request::new(ids, 1 + dice(n ^ 9) as usize % 30, sampling)
+    let random = |n: u64| {
+        let dice = &mut Dice(n);
+        let ids = (0..1 + dice.below(40)).map(|_| 3 + dice.below(60) as u32).collect();
+        let temperature = *dice.pick(&[0.0, 1.0, 20.0]);
+        Request::new(ids, 1 + dice.below(30), Sampling { temperature, seed: Some(n), ..Sampling::default() })
     };
     let mock = MockModel { delay: Duration::from_micros(20), chunk: 7, ..MockModel::default() };
     let alone: Vec<_> = {
@@ -210,8 +211,9 @@ fn random_mixes_answer_as_alone() {
                 scope.spawn(move || {
                     for n in (client..96).step_by(8) {
                         let mut events = handle.submit(random(n)).unwrap();
-                        if dice(n ^ 11).is_multiple_of(4) {
-                            (0..dice(n) % 9).for_each(|_| drop(events.blocking_recv()));
+                        let mut dice = Dice(1000 + n);
+                        if dice.below(4) == 0 {
+                            (0..dice.below(9)).for_each(|_| drop(events.blocking_recv()));
                         } else {
                             assert_eq!(collect(events).0, alone[n as usize], "request {n}");
                         }

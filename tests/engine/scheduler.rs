@@ -67,11 +67,6 @@ pub fn slow_model() -> MockModel {
     MockModel { delay: MS, context: 100_000, answer: Some(vec![5; 90_000]), ..MockModel::default() }
 }
 
-/// Deterministic pseudo-random numbers.
-pub fn dice(n: u32) -> u32 {
-    n.wrapping_mul(0x9E37_79B9).rotate_left(15).wrapping_mul(0x85EB_CA6B) >> 8
-}
-
 #[test]
 fn every_eos_token_ends_the_answer() {
     let mock = MockModel { answer: Some(vec![5, 6, 7, 8]), ..MockModel::default() };

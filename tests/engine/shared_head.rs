@@ -1,13 +1,13 @@
 //! Tests of requests at the same time whose prompts begin with the same tokens: the beginning is computed once.
 
-use super::scheduler::{dice, engine, options, request, wait_until, wait_until_idle};
+use super::scheduler::{engine, options, request, wait_until, wait_until_idle};
 use mock_model::MockModel;
 use moestro_engine::{Boundary, BoundaryKind, Event, Events, Finish, Handle, Options, Request, collect};
 use std::{
     sync::atomic::Ordering,
     time::{Duration, Instant},
 };
-use test_support::random_cases::seeds;
+use test_support::{mutate::Dice, random_cases::seeds};
 
 /// Number of tokens of the answer to every prompt.
 const ANSWER: usize = 2;
@@ -24,8 +24,9 @@ fn caching(parallel: usize) -> Options {
 }
 
 /// Pseudo-random tokens that no answer contains.
-fn tokens(seed: u32, count: usize) -> Vec<u32> {
-    (0..count as u32).map(|n| 6 + dice(dice(seed) ^ n) % 58).collect()
+fn tokens(seed: u64, count: usize) -> Vec<u32> {
+    let mut dice = Dice(seed);
+    (0..count).map(|_| 6 + dice.below(58) as u32).collect()
 }
 
 fn wait_for_evaluated(mock: &MockModel, count: usize) {
@@ -58,7 +59,7 @@ fn agents_compute_their_head_once() {
         // takes only the snapshots that were known when it began.
         let last = if boundaries == [system(HEAD)] { 2900 } else { 2700 };
         for (count, under_way) in [(2, 0), (2, 1500), (2, last), (4, 0), (4, 1500), (4, last)] {
-            let agent = |number: u32| Request {
+            let agent = |number: u64| Request {
                 boundaries: boundaries.clone(),
                 ..request(&[&head[..], &tokens(7 + number, 40 + 9 * number as usize)].concat(), 100)
             };
@@ -81,13 +82,14 @@ fn agents_compute_their_head_once() {
 /// Prompts with random common beginnings, as of agents that start agents.
 #[test]
 fn random_common_beginnings_are_computed_once() {
-    for seed in seeds(40).map(|seed| seed as u32) {
+    for seed in seeds(40) {
+        let dice = &mut Dice(seed);
         let mock = stopping(0);
-        let mut prompts = vec![tokens(seed, 600)];
-        for number in 1..4 {
-            let parent = &prompts[dice(seed ^ number << 8) as usize % prompts.len()];
-            let shared = dice(seed + number * 77) as usize % parent.len();
-            prompts.push([&parent[..shared], &tokens(seed + number * 99, 1 + shared % 300)].concat());
+        let mut prompts = vec![tokens(dice.roll(), 600)];
+        for _ in 1..4 {
+            let parent = dice.pick(&prompts);
+            let shared = dice.below(parent.len());
+            prompts.push([&parent[..shared], &tokens(dice.roll(), 1 + shared % 300)].concat());
         }
         let mut distinct: Vec<&[u32]> =
             prompts.iter().flat_map(|ids| (1..=ids.len()).map(move |len| &ids[..len])).collect();

@@ -1,19 +1,19 @@
 //! Generates random output formats that may attack the grammar compiler: deep, wide, recursive or intersecting JSON
 //! schemas, regular expressions, Lark grammars and tools. Many of these formats are invalid.
 
+use crate::mutate::Dice;
 use serde_json::{Map, Value, json};
 use std::fmt::Write;
 
 /// A source of random decisions: first from given bytes, then from a pseudo-random sequence.
 pub struct Source<'a> {
     bytes: &'a [u8],
-    state: u64,
+    dice: Dice,
 }
 
 impl<'a> Source<'a> {
     pub fn new(bytes: &'a [u8], seed: u64) -> Self {
-        // Mix the seed. Otherwise the first decision would be the same for thousands of consecutive seeds.
-        Self { bytes, state: seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) }
+        Self { bytes, dice: Dice(seed) }
     }
 
     /// A number below `limit`.
@@ -22,8 +22,7 @@ impl<'a> Source<'a> {
             self.bytes = rest;
             return usize::from(byte) % limit.max(1);
         }
-        self.state = self.state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (self.state >> 33) as usize % limit.max(1)
+        self.dice.below(limit.max(1))
     }
 
     fn one_of<T: Copy>(&mut self, all: &[T]) -> T {

@@ -1,18 +1,5 @@
 use super::*;
-
-/// A deterministic generator of random events, and of noise of about 15 %.
-struct Dice(u64);
-
-impl Dice {
-    fn roll(&mut self) -> f64 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (self.0 >> 11) as f64 / (1u64 << 53) as f64
-    }
-
-    fn noise(&mut self) -> f64 {
-        0.75 + 0.5 * self.roll()
-    }
-}
+use test_support::mutate::Dice;
 
 /// Expected number of distinct experts that `rows` rows use, divided by the number that one row uses. Each row selects
 /// 8 of 256 experts independently.
@@ -36,6 +23,7 @@ struct World<P, R> {
     catch_up: f64,
     /// Total time that each rejected row adds to the next 12 steps, because the row has evicted experts.
     evicts: f64,
+    /// If true, passes have noise of about 15 %.
     noisy: bool,
 }
 
@@ -59,10 +47,10 @@ impl<P: Fn(usize) -> f64, R: Fn(usize, usize) -> f64> World<P, R> {
         let one = (self.pass)(1);
         while tokens < most {
             let rows = controller.next_rows();
-            let noise = if self.noisy { dice.noise() } else { 1.0 };
+            let noise = if self.noisy { 0.75 + 0.5 * dice.fraction() } else { 1.0 };
             let observe = if controller.wants_hidden_rows() { self.observe } else { 0.0 };
             let mut seconds = (self.pass)(rows) * noise;
-            let accepted = (0..rows - 1).take_while(|&at| dice.roll() < (self.right)(tokens + at, at)).count();
+            let accepted = (0..rows - 1).take_while(|&at| dice.fraction() < (self.right)(tokens + at, at)).count();
             seconds += owed[0];
             owed.rotate_left(1);
             owed[11] = 0.0;

@@ -3,6 +3,7 @@
 
 use super::*;
 use crate::ClientId;
+use test_support::mutate::Dice;
 
 const CLIENTS: usize = 32;
 /// Number of tokens of each answer.
@@ -106,10 +107,6 @@ fn run(engine: &mut Engine, seconds: f64, prompt_of: impl Fn(usize, usize) -> us
     }
 }
 
-fn dice(n: usize) -> usize {
-    (n as u32).wrapping_mul(0x9E37_79B9).rotate_left(15).wrapping_mul(0x85EB_CA6B) as usize >> 8
-}
-
 /// The tokens of a client's prompt, for the client's number and the number of its earlier prompts.
 type PromptLength = fn(usize, usize) -> usize;
 
@@ -117,7 +114,7 @@ type PromptLength = fn(usize, usize) -> usize;
 /// client that differs from all others.
 const PROMPTS: [(&str, PromptLength); 5] = [
     ("three lengths", |client, _| [13, 1200, 6500][client % 3]),
-    ("random lengths", |client, count| [13, 130, 1300, 6500][dice(client * 1000 + count) % 4]),
+    ("random lengths", |client, count| *Dice((client * 1000 + count) as u64).pick(&[13, 130, 1300, 6500])),
     ("a length for each client", |client, _| 13 + client * client * 6500 / 961),
     ("one long", |client, _| if client == 0 { 6500 } else { 13 }),
     ("one short", |client, _| if client == 0 { 13 } else { 6500 }),
