@@ -241,7 +241,7 @@ fn public_functions_of_crates_are_used() {
 }
 
 #[test]
-fn impl_blocks_are_in_at_most_two_files() {
+fn types_have_at_most_two_impl_files() {
     let mut implemented: BTreeMap<(String, String), BTreeSet<String>> = BTreeMap::new();
     for file in crates().iter().flat_map(|dir| production_files(dir)) {
         // An operation is one type with three files: `mod.rs` has its meaning, `cpu.rs` its CPU code, and `gpu.rs` its

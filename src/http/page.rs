@@ -86,7 +86,7 @@ mod tests {
     use crate::demo;
 
     #[test]
-    fn page_and_program_name_the_same_first_model() {
+    fn page_and_program_name_same_first_model() {
         let first = demo::ABOUT.rsplit(' ').next().unwrap();
         assert!(first.contains('/') && PAGE.contains(&format!("\"{first}\"")), "{first}");
         assert!(PAGE.contains(&format!("\"{}\"", demo::NAME)));

@@ -103,7 +103,7 @@ async fn lower_bound_has_the_clients_words() {
 }
 
 #[tokio::test]
-async fn prompt_of_the_whole_context_leaves_no_room() {
+async fn prompt_of_whole_context_leaves_no_room() {
     let server = Setup { context: 64, ..Setup::default() }.start().await;
     let (tokens, limit, message) = refused(&server, COMPLETIONS, &json!({"prompt": vec![5; 64]})).await;
     assert_eq!((tokens, limit), (64, 63));

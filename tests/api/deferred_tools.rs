@@ -226,7 +226,7 @@ async fn result_of_provider_search_defines_tools() {
 }
 
 #[tokio::test]
-async fn search_call_of_responses_has_its_own_item() {
+async fn search_call_of_responses_has_an_item() {
     let server = server(SEARCHES).await;
     let api = APIS[1];
     let tools = [api.search()];
@@ -301,14 +301,14 @@ fn random_conversation(api: Api, dice: &mut Dice) -> Vec<Vec<Value>> {
 }
 
 #[tokio::test]
-async fn answer_after_searches_equals_that_of_fresh_server() {
+async fn answer_after_searches_equals_fresh_server() {
     compare_with_fresh_server(0..8).await;
 }
 
 /// Each two cores have their own servers.
 #[tokio::test]
 #[ignore = "long: 40 random conversations"]
-async fn answers_after_many_searches_equal_those_of_fresh_server() {
+async fn answers_after_many_searches_equal_fresh_server() {
     let workers = available_parallelism().map_or(1, |cores| cores.get().div_ceil(2));
     let mut tasks = JoinSet::new();
     for worker in 0..workers {

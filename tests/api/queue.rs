@@ -67,7 +67,7 @@ async fn two_hundred_requests_are_all_answered() {
 }
 
 #[tokio::test]
-async fn key_with_most_requests_gives_up_its_newest() {
+async fn key_with_most_requests_loses_its_newest() {
     for (path, end) in [
         (CHAT, r#""code":"queue_full""#),
         (COMPLETIONS, r#""code":"queue_full""#),

@@ -204,7 +204,7 @@ fn ended_sequences_leave_a_pass_ahead() {
 }
 
 #[test]
-fn fault_ahead_fails_all_sequences_of_the_pass() {
+fn fault_ahead_fails_all_sequences_of_pass() {
     let (mut model, control) = model_for(2, KvBits::Sixteen);
     let prompts = [&PROMPT[..], &PROMPT[..3]];
     let expected = alone(&mut model, &prompts, 3);

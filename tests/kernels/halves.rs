@@ -267,7 +267,7 @@ fn half_prompts_ignore_slots_and_chunking() {
 
 /// A prompt of which all but the last token is cached.
 #[test]
-fn single_row_of_a_prompt_equals_the_whole_prompt() {
+fn single_row_of_prompt_equals_whole_prompt() {
     let prompt = &cases()[3].prompt_ids[..4];
     let mut model = on_halves(options(false));
     let mut last = |cached: usize| {

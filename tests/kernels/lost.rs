@@ -68,7 +68,7 @@ fn cpu_takes_over_from_lost_device() {
 }
 
 #[test]
-fn failed_draft_does_not_fail_the_next_pass() {
+fn next_pass_succeeds_after_failed_draft() {
     let expected = answer(&mut on_double(on_cpu(false), None).0).unwrap();
     let (mut model, _) = model_with_fault(false, 0, Fault::Fails);
     let hidden = model.config().hidden;

@@ -370,7 +370,7 @@ fn stalled_device_is_lost() {
 }
 
 #[test]
-fn failure_before_a_successful_command_buffer_is_reported() {
+fn failure_before_successful_command_buffer_is_reported() {
     let QueueFixture { mut queue, launch, .. } = QueueFixture::new("commit", Fault::FailsAsleep);
     queue.set_spin(Duration::ZERO);
     queue.launch(&launch).unwrap();

@@ -137,7 +137,7 @@ fn pi_and_continue_get_a_file() {
 }
 
 #[test]
-fn dry_run_starts_nothing_and_names_missing_agents() {
+fn dry_run_only_names_missing_agents() {
     let (home, port) = (tempfile::tempdir().unwrap(), free_port());
     for (agent, program, install) in [
         ("claude", "claude", "npm install -g @anthropic-ai/claude-code"),

@@ -449,7 +449,7 @@ fn answer_is_drawn_on_a_terminal_only() {
 }
 
 #[test]
-fn windows_line_ends_are_drawn_as_line_ends() {
+fn windows_line_ends_become_line_ends() {
     let home = tempfile::tempdir().unwrap();
     let (port, _) = scripted_server("one\r\n\r\ntwo\r\n", false);
     let args = format!("run --port {port} -p Hi");

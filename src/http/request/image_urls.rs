@@ -303,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn compressed_body_is_read_up_to_the_limit() {
+    fn compressed_body_is_read_up_to_limit() {
         let zeros = vec![0; ImageProcessor::MAX_ENCODED_BYTES + (1 << 20)];
         let mut bomb = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::best());
         bomb.write_all(&zeros).unwrap();

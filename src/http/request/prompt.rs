@@ -249,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn reference_defines_deferred_tool_and_keeps_the_head() {
+    fn reference_defines_deferred_tool_and_keeps_head() {
         let system = json!({"role": "system", "content": "Be kind."});
         for start in [vec![system], Vec::new()] {
             let mut messages = [&start[..], &[json!({"role": "user", "content": "Hi"})]].concat();

@@ -87,7 +87,7 @@ mod tests {
     const END: &str = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}";
 
     #[test]
-    fn definition_is_text_of_a_tool_in_the_head() {
+    fn definition_equals_text_of_tool_in_head() {
         let render = |source: &str, tools: &[Value]| {
             let kwargs = Map::new();
             let messages = [json!({"role": "system", "content": "s"}), json!({"role": "user", "content": "u"})];
@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn template_without_one_place_for_a_tool_gives_json() {
+    fn unclear_place_of_tool_gives_json() {
         for list in [
             "There are {{ tools | length }} tools.{% for t in tools %}{{ t | tojson }}{% endfor %}",
             "{% for t in tools %}{{ t.function.name }}{% endfor %};{% for t in tools %}{{ t | tojson }}{% endfor %}",
