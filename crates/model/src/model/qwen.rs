@@ -63,6 +63,7 @@ impl Model for Qwen {
         Ok(QwenState::new(&self.parts.config, *kv_shape, pool, free_arenas, backend.as_mut())?)
     }
 
+    /// Runs one pass for each chunk of `ids`, or a verify.
     fn forward_with(
         &mut self,
         state: &mut QwenState,
@@ -70,7 +71,60 @@ impl Model for Qwen {
         rows: Rows,
         hooks: &mut PassHooks<'_>,
     ) -> Result<Logits, ModelError> {
-        self.forward_chunks(state, ids, rows, hooks)
+        let wanted = match rows {
+            Rows::None => 0,
+            Rows::Last => ids.len().min(1),
+            Rows::All => ids.len(),
+            Rows::Verify => return self.verify_after(0, state, ids, hooks),
+        };
+        if let ([id], false) = (ids, hooks.is_prompt) {
+            let device = &mut self.device;
+            let has_next = rows == Rows::Last && hooks.next.is_some();
+            if state.ahead.is_some() || has_next && decode_ahead::is_possible(&self.parts, device) {
+                return decode_ahead::forward(&self.parts, device, &mut [(state, *id)], hooks.next.as_slice());
+            }
+        }
+        self.parts.check_ids(state.len, ids)?;
+        state.verified = 0;
+        let device = &mut self.device;
+        let mut logits = self.parts.new_logits(device, wanted);
+        let mut marks = hooks.snapshot_at;
+        let mut rest = ids.len();
+        let mut unfilled = &mut logits[..];
+        for ids_here in ids.chunks(device.buffers.rows) {
+            let tokens = ids_here.len();
+            let start = state.len;
+            rest -= tokens;
+            let wanted_here = wanted.saturating_sub(rest).min(tokens);
+            let here: Vec<usize> = marks.iter().map(|mark| mark - start).take_while(|mark| *mark <= tokens).collect();
+            marks = &marks[here.len()..];
+            let positions = RowPositions::new(state.next, start, hooks.images);
+            let image_rows = self.parts.image_rows(hooks.images, start..start + tokens, hooks.keep_going)?;
+            // A GPU computes this chunk while the CPU reads for the next one, unless the CPU reads experts.
+            let reads_ahead = device.limits.is_async && self.parts.store.as_ref().is_none_or(ExpertStore::is_resident);
+            let following = if rest > 0 { &ids[ids.len() - rest..] } else { hooks.following };
+            let following = if reads_ahead { &following[..following.len().min(device.buffers.rows)] } else { &[] };
+            let chunk = Chunk {
+                image_rows: &image_rows,
+                following,
+                logits: tokens - wanted_here..tokens,
+                half: (hooks.is_prompt || ids.len() > 1) && device.limits.uses_half_precision,
+                ..Chunk::new(ids_here, start, positions)
+            };
+            let marks_here = SnapshotMarks::new(here);
+            let (logits_here, after) = unfilled.split_at_mut(chunk.logits.len() * self.parts.config.vocab);
+            unfilled = after;
+            let output = PassOutput::Logits(logits_here);
+            let reached = self.parts.run_pass(device, &mut [state], chunk, hooks.keep_going, marks_here, output)?;
+            for ((row, delta), rings) in reached.rows.iter().zip(reached.states).zip(reached.rings) {
+                let fixed = [delta, rings].concat();
+                let next = positions.next_after(*row);
+                hooks.snapshots.push(state.snapshot(start + row, next, fixed, device.backend.as_mut())?);
+            }
+            state.len += tokens;
+            state.next = positions.next_after(tokens);
+        }
+        Ok(self.parts.keep_logits(device, logits))
     }
 
     fn forward_each(&mut self, rows: &mut [(&mut QwenState, u32)], next: &[NextToken]) -> Result<Logits, ModelError> {
@@ -219,7 +273,7 @@ impl Qwen {
 
     /// Appends `ids` to the sequence.
     pub fn forward(&mut self, state: &mut QwenState, ids: &[u32], rows: Rows) -> Result<Logits, ModelError> {
-        self.forward_chunks(state, ids, rows, &mut PassHooks::default())
+        self.forward_with(state, ids, rows, &mut PassHooks::default())
     }
 
     /// [`Model::forward_with`] with [`Rows::Verify`].
@@ -296,70 +350,6 @@ impl Qwen {
         collect(ahead, backend.as_mut());
         let backend = backend.as_mut();
         head.predict(at, ids, hidden, state, PassDevice { backend, limits: *limits, buffers, scratch })
-    }
-
-    /// Runs one pass for each chunk of `ids`, or a verify.
-    fn forward_chunks(
-        &mut self,
-        state: &mut QwenState,
-        ids: &[u32],
-        rows: Rows,
-        hooks: &mut PassHooks<'_>,
-    ) -> Result<Logits, ModelError> {
-        let wanted = match rows {
-            Rows::None => 0,
-            Rows::Last => ids.len().min(1),
-            Rows::All => ids.len(),
-            Rows::Verify => return self.verify_after(0, state, ids, hooks),
-        };
-        if let ([id], false) = (ids, hooks.is_prompt) {
-            let device = &mut self.device;
-            let has_next = rows == Rows::Last && hooks.next.is_some();
-            if state.ahead.is_some() || has_next && decode_ahead::is_possible(&self.parts, device) {
-                return decode_ahead::forward(&self.parts, device, &mut [(state, *id)], hooks.next.as_slice());
-            }
-        }
-        self.parts.check_ids(state.len, ids)?;
-        state.verified = 0;
-        let device = &mut self.device;
-        let mut logits = self.parts.new_logits(device, wanted);
-        let mut marks = hooks.snapshot_at;
-        let mut rest = ids.len();
-        let mut unfilled = &mut logits[..];
-        for ids_here in ids.chunks(device.buffers.rows) {
-            let tokens = ids_here.len();
-            let start = state.len;
-            rest -= tokens;
-            let wanted_here = wanted.saturating_sub(rest).min(tokens);
-            let here: Vec<usize> = marks.iter().map(|mark| mark - start).take_while(|mark| *mark <= tokens).collect();
-            marks = &marks[here.len()..];
-            let positions = RowPositions::new(state.next, start, hooks.images);
-            let image_rows = self.parts.image_rows(hooks.images, start..start + tokens, hooks.keep_going)?;
-            // A GPU computes this chunk while the CPU reads for the next one, unless the CPU reads experts.
-            let reads_ahead = device.limits.is_async && self.parts.store.as_ref().is_none_or(ExpertStore::is_resident);
-            let following = if rest > 0 { &ids[ids.len() - rest..] } else { hooks.following };
-            let following = if reads_ahead { &following[..following.len().min(device.buffers.rows)] } else { &[] };
-            let chunk = Chunk {
-                image_rows: &image_rows,
-                following,
-                logits: tokens - wanted_here..tokens,
-                half: (hooks.is_prompt || ids.len() > 1) && device.limits.uses_half_precision,
-                ..Chunk::new(ids_here, start, positions)
-            };
-            let marks_here = SnapshotMarks::new(here);
-            let (logits_here, after) = unfilled.split_at_mut(chunk.logits.len() * self.parts.config.vocab);
-            unfilled = after;
-            let output = PassOutput::Logits(logits_here);
-            let reached = self.parts.run_pass(device, &mut [state], chunk, hooks.keep_going, marks_here, output)?;
-            for ((row, delta), rings) in reached.rows.iter().zip(reached.states).zip(reached.rings) {
-                let fixed = [delta, rings].concat();
-                let next = positions.next_after(*row);
-                hooks.snapshots.push(state.snapshot(start + row, next, fixed, device.backend.as_mut())?);
-            }
-            state.len += tokens;
-            state.next = positions.next_after(tokens);
-        }
-        Ok(self.parts.keep_logits(device, logits))
     }
 
     /// Maximum number of sequences that one pass computes together.
