@@ -135,7 +135,8 @@ FN uint sum_bytes(uint counts) { return (counts & 0x01010101u) * 0x01010101u >> 
 // (tokens), SELECT_THREADS threads.
 //
 // The lowest selected score is found bit by bit: it is the largest value that at least `blocks` scores reach. All scores
-// reach the least one, and none exceeds the highest one, so the bits that these two have in common need no counts.
+// reach the least one, and none exceeds the highest one, so the bits that these two have in common need no counts. Words
+// that are no scores, which a failed command buffer may leave, give a selection of the same length.
 KERNEL(index_select, ARGS(BlockArgs, a), IN(uint, scores, 1), OUT(uint, selected, 2), IN(SequenceRow, rows, 3)) {
   SHARED(float4, counts, SELECT_SIMDS / 2);
   SHARED(uint4, flags, SELECT_THREADS * KEPT / 16);
@@ -163,7 +164,7 @@ KERNEL(index_select, ARGS(BlockArgs, a), IN(uint, scores, 1), OUT(uint, selected
   BARRIER();
   least = SIMD_MIN(totals[lane % SELECT_SIMDS]), highest = ~SIMD_MIN(totals[SELECT_SIMDS + lane % SELECT_SIMDS]);
   uint lowest = 0, above = 0, half_used = 0;
-  for (uint bit = 1u << 30;;) {
+  for (uint bit = 1u << 31;;) {
     // In the last step, the scores above the lowest selected one are counted.
     const uint limit = bit != 0 ? lowest | bit : lowest + 1;
     if (bit != 0 && (limit <= least || limit > highest)) {
@@ -188,8 +189,8 @@ KERNEL(index_select, ARGS(BlockArgs, a), IN(uint, scores, 1), OUT(uint, selected
     // If exactly `blocks` scores reach a limit, the other bits do not matter.
     bit = above == a.blocks ? 0 : bit / 2;
   }
-  // Of the scores that are equal to `lowest`, `left` are selected.
-  const uint left = a.blocks - above;
+  // Of the scores that are equal to `lowest`, `left` are selected. No word is above the largest one.
+  const uint left = a.blocks - (lowest != 0xffffffffu ? above : 0);
   uint above_before = 0, equal_before = 0;
   for (uint start = 0; start < closed; start += SELECT_THREADS * KEPT) {
     // 1: selected; 2: equal to the lowest selected score.

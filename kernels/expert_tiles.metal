@@ -211,6 +211,7 @@ WIDE_KERNEL(moe_gate_up_tiles_1, ARGS(ExpertsArgs, a), IN(float, x, 1), IN(float
   const uint found = gate_up_job(a, scores, slots, order, act, list, slot, (a.inner + 15) / 16 THREAD_IDS);
   if (found == 0) return;
   const uint row = tgid.x * 16, groups = a.hidden / GROUP, ones = IN_REGISTER(CODE_ONES);
+  if (!is_mapped(a, slot, table)) return;
   DEVICE const uchar* expert = slot_at(a, slot, table);
   const WeightPtrs w[2] = {piece(a, expert, 0), piece(a, expert, 1)};
   for (uint done = 0; done < found; done += TILE_ROWS) {
@@ -311,7 +312,7 @@ FN void multiply_rows(THREAD const WeightPtrs* w, uint cols, uint row, DEVICE co
     uint slot = NO_SLOT;                                                                                               \
     const uint blocks = a.inner / (16 * BLOCKS), row = tgid.x * (16 * BLOCKS);                                         \
     const uint found = gate_up_job(a, scores, slots, order, act, list, slot, blocks THREAD_IDS);                       \
-    if (found == 0) return;                                                                                            \
+    if (found == 0 || !is_mapped(a, slot, table)) return;                                                              \
     DEVICE const uchar* expert = slot_at(a, slot, table);                                                              \
     const WeightPtrs w[2] = {piece(a, expert, 0), piece(a, expert, 1)};                                                \
     THREADGROUP float* part = (THREADGROUP float*)memory;                                                              \
@@ -353,8 +354,9 @@ WIDE_KERNEL(moe_down_tiles, ARGS(ExpertsArgs, a), IN(float, act, 1), IN(uint, sl
   } else {
     const uint job = tgid.y - shared_jobs, slot = slots[a.grouped != 0 ? job * 3 : job];
     found = find_job(a, slots, order, job, slot, list THREAD_IDS);
+    if (is_mapped(a, slot, table)) w = piece(a, slot_at(a, slot, table), 2);
+    else found = 0;
     if (found == 0) return;
-    w = piece(a, slot_at(a, slot, table), 2);
   }
   THREADGROUP float* part = (THREADGROUP float*)memory;
   for (uint done = 0; done < found; done += TILE_ROWS) {
@@ -383,22 +385,28 @@ WIDE_KERNEL(moe_down_tiles_1, ARGS(ExpertsArgs, a), IN(float, act, 1), IN(float,
   SHARED(float, factors, DOWN_RANKS * DOWN_GROUPS_STAGED * 2);
   SHARED(float, part, DOWN_RANKS * 16);
   const uint row = tgid.x * 16, ranks = a.shared_inner != 0 ? a.k + 1 : a.k;
-  const uint cols = sg < a.k ? a.inner : sg < ranks ? a.shared_inner : 0, groups = cols / GROUP;
+  const uint cols = sg < a.k ? a.inner : sg < ranks ? a.shared_inner : 0;
+  uint groups = cols / GROUP;
   const uint first_steps = min(groups, uint(DOWN_GROUPS_STAGED)) / 2;
   WeightPtrs w = {c, s, b};
   BlockCodes<1, DOWN_STEPS> codes;
   // Loads start before AWAIT. The launch that writes the slots comes before the previous launch, so it has ended. If the
   // slot is another one after AWAIT all the same, its weights are loaded again.
   const uint early = sg < a.k ? PEEK(slots + sg) : NO_SLOT;
-  const bool is_early = sg >= a.k || (early >> a.shift < a.segments && table[early >> a.shift].bytes != 0);
+  const bool is_early = sg >= a.k || is_mapped(a, early, table);
   if (sg < a.k && is_early) w = piece(a, slot_at(a, early, table), 2);
   if (is_early) load_block<1, DOWN_STEPS>(&w, cols, row, 0, first_steps, codes THREAD_IDS);
   AWAIT();
   if (is_skipped(a.can_skip, skip)) return;
   const float before = tid < 16 ? h[row + tid] : 0.0f, weight = sg < ranks ? weights[sg] : 0.0f;
   if (sg < a.k && (!is_early || slots[sg] != early)) {
-    w = piece(a, slot_at(a, slots[sg], table), 2);
-    load_block<1, DOWN_STEPS>(&w, cols, row, 0, first_steps, codes THREAD_IDS);
+    const uint slot = slots[sg];
+    if (is_mapped(a, slot, table)) {
+      w = piece(a, slot_at(a, slot, table), 2);
+      load_block<1, DOWN_STEPS>(&w, cols, row, 0, first_steps, codes THREAD_IDS);
+    } else {
+      groups = 0;
+    }
   }
   THREADGROUP uint4* mine = halves + sg * (DOWN_GROUPS_STAGED * GROUP_UNITS);
   THREADGROUP float* my_factors = factors + sg * (DOWN_GROUPS_STAGED * 2);

@@ -24,7 +24,7 @@ struct ExpertsArgs {
   uint shared_inner, row;         // the shared expert's width (0 if there is none); length of a row of act
   uint scores, shared_at;         // length of a row of `scores`; column where the shared expert's gate (then up) starts
   uint stride;                    // size of a slot in units of 16 bytes
-  uint shift, segments;           // a segment has 1 << shift slots; number of segments
+  uint shift, slots;              // a segment has 1 << shift slots; number of slots
   // Offsets of a slot's pieces in units of 16 bytes: codes, scales and biases of gate, up and down.
   uint piece_offset[9];
   Matrix gate, up, down, shared;  // `shared`: the shared expert's down
@@ -34,7 +34,13 @@ struct ExpertsArgs {
 // The address of a segment of slots on the device. Zero while the segment is not mapped there.
 struct Segment { DEVICE const uchar* bytes; };
 
-// The first byte of a slot.
+// True if there is such a slot and its segment is mapped. NO_SLOT is no slot. If the command buffer that writes the slot
+// numbers has failed, the launches after it read other bytes in their place. They must not use them as addresses.
+FN bool is_mapped(CONSTANT ExpertsArgs& a, uint slot, DEVICE const Segment* table) {
+  return slot < a.slots && table[slot >> a.shift].bytes != 0;
+}
+
+// The first byte of a mapped slot.
 FN DEVICE const uchar* slot_at(CONSTANT ExpertsArgs& a, uint slot, DEVICE const Segment* table) {
   return table[slot >> a.shift].bytes + ulong(slot & ((1u << a.shift) - 1)) * a.stride * 16;
 }
@@ -183,7 +189,7 @@ FN void gate_up_assignments(CONSTANT ExpertsArgs& a, DEVICE const float* x, DEVI
   }
   const uint token = tgid.z, assignment = token * a.k + tgid.y, slot = slots[assignment];
   const uint row = (tgid.x * UP_GROUPS + sg) * UP_ROWS;
-  if (slot == NO_SLOT) return;
+  if (!is_mapped(a, slot, table)) return;
   DEVICE const uchar* expert = slot_at(a, slot, table);
   if (!ANY) {
     prefetch_rows<UP_ROWS>(piece(a, expert, 0), 4, a.inner, a.hidden, row);
@@ -204,7 +210,7 @@ FN void down(CONSTANT ExpertsArgs& a, DEVICE const float* act, DEVICE const floa
     // the slots comes before the previous launch, so it has ended.
     const uint slot = sg < a.k ? PEEK(slots + token * a.k + sg) : NO_SLOT;
     if (sg == a.k) prefetch_rows<DOWN_PARTS * DOWN_ROWS>(shared, 4, a.hidden, a.shared_inner, row);
-    else if (slot >> a.shift < a.segments && table[slot >> a.shift].bytes != 0) {
+    else if (is_mapped(a, slot, table)) {
       const WeightPtrs w = piece(a, slot_at(a, slot, table), 2);
       prefetch_rows<DOWN_PARTS * DOWN_ROWS>(w, 4, a.hidden, a.inner, row);
     }
@@ -213,12 +219,14 @@ FN void down(CONSTANT ExpertsArgs& a, DEVICE const float* act, DEVICE const floa
   if (is_skipped(a.can_skip, skip)) return;
   float acc[DOWN_PARTS * DOWN_ROWS], weight = 0;
   UNROLL for (uint r = 0; r < count; r++) acc[r] = 0;
-  if (sg < ranks) {
+  // A rank without a mapped slot is left out.
+  const uint slot = sg < a.k ? slots[token * a.k + sg] : NO_SLOT;
+  if (sg < a.k ? is_mapped(a, slot, table) : sg < ranks) {
     weight = weights[token * (a.k + 1) + sg];
     const uint assignment = sg < a.k ? token * a.k + sg : a.tokens * a.k + token;
     const uint cols = sg < a.k ? a.inner : a.shared_inner;
     WeightPtrs w = shared;
-    if (sg < a.k) w = piece(a, slot_at(a, slots[assignment], table), 2);
+    if (sg < a.k) w = piece(a, slot_at(a, slot, table), 2);
     const ulong from = ulong(assignment) * a.row;
     if (ANY) {
       UNROLL for (uint j = 0; j < DOWN_PARTS; j++)

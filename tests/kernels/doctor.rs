@@ -37,6 +37,26 @@ fn doctor_compares_every_kernel() {
     assert_eq!(compared, all.iter().map(String::as_str).collect(), "a kernel that is not compared");
 }
 
+/// Runs every launch of the checks `runs` times on inputs that no launch has written.
+fn check_on_garbage(runs: usize) {
+    let mut gpu = HostGpu::with_matrix_units(Host::start());
+    gpu.garbage_runs = runs;
+    let (found, _) = check::kernels(gpu.queue());
+    let wrong: Vec<_> = found.iter().filter(|finding| !finding.agrees()).collect();
+    assert!(wrong.is_empty(), "{wrong:?}");
+}
+
+#[test]
+fn garbage_inputs_cause_no_wrong_access() {
+    check_on_garbage(1);
+}
+
+#[test]
+#[ignore = "long: much garbage"]
+fn more_garbage_inputs_cause_no_wrong_access() {
+    check_on_garbage(30);
+}
+
 #[test]
 #[ignore = "exhaustive: every kernel"]
 fn doctor_finds_faults_in_every_kernel() {

@@ -5,7 +5,9 @@
 //! [`HostGpu`] has its own memory: adopted bytes are NaN until they are uploaded.
 
 use crate::host::Host;
-use moestro_compute::device::{BufferAccess, CommandQueue, CommandStatus, DeviceError, Driver, Launch, Region, Slab};
+use moestro_compute::device::{
+    Binding, BufferAccess, CommandQueue, CommandStatus, DeviceError, Driver, Launch, Region, Slab,
+};
 use std::{
     cell::RefCell,
     collections::{BTreeSet, HashMap, VecDeque},
@@ -13,6 +15,7 @@ use std::{
     sync::{Arc, Mutex},
     time::Duration,
 };
+use test_support::mutate::Dice;
 
 pub struct HostGpu {
     inner: RefCell<Inner>,
@@ -27,6 +30,8 @@ pub struct HostGpu {
     pub reverses: bool,
     /// True if loads measure the variants of kernels.
     pub has_variants: bool,
+    /// Number of times that each launch runs before it runs with its real inputs: with bytes that no launch has written.
+    pub garbage_runs: usize,
 }
 
 /// Counts since the last reset.
@@ -78,6 +83,7 @@ impl HostGpu {
             refused: None,
             reverses: false,
             has_variants: false,
+            garbage_runs: 0,
         }
     }
 
@@ -97,14 +103,18 @@ impl HostGpu {
             work.reverse();
             work.sort_by_key(|work| matches!(work, Work::Launch(_)));
         }
+        let mut random = Dice(value);
         for work in work {
             match work {
                 Work::Copy(region) => inner.copy(region),
-                Work::Launch(launch) => match inner.run(&launch) {
-                    Ok(()) if self.wrong == Some(launch.kernel) => inner.spoil(&launch),
-                    Ok(()) => {}
-                    Err(fault) => drop(inner.failed.insert(value, fault)),
-                },
+                Work::Launch(launch) => {
+                    inner.run_on_garbage(&launch, self.garbage_runs, &mut random);
+                    match inner.run(&launch) {
+                        Ok(()) if self.wrong == Some(launch.kernel) => inner.spoil(&launch),
+                        Ok(()) => {}
+                        Err(fault) => drop(inner.failed.insert(value, fault)),
+                    }
+                }
             }
         }
         inner.event = value;
@@ -280,6 +290,33 @@ impl Inner {
         self.host.try_run(launch)
     }
 
+    /// Runs a launch on garbage, as after a launch that should have written its inputs and did not. Then restores the
+    /// buffers. Unchecked indices keep their bytes, because only the CPU writes them. So do tables of addresses, but some
+    /// segments are not mapped, unless the CPU has listed slots in them.
+    fn run_on_garbage(&mut self, launch: &Launch, runs: usize, random: &mut Dice) {
+        let is_listed = launch.bindings.iter().any(|binding| binding.is_index);
+        let is_kept =
+            |region: Region| launch.bindings.iter().any(|other| other.is_index && other.region.overlaps(region));
+        let changes = |binding: &&Binding| !(is_kept(binding.region) || binding.is_table && is_listed);
+        for _ in 0..runs {
+            let bindings: Vec<&Binding> = launch.bindings.iter().filter(changes).collect();
+            let before: Vec<_> = bindings.iter().map(|binding| self.host.read(binding.region)).collect();
+            for (binding, bytes) in bindings.iter().zip(&before) {
+                let mut bytes = bytes.clone();
+                if binding.is_table {
+                    bytes.chunks_mut(8).filter(|_| random.below(2) == 0).for_each(|address| address.fill(0));
+                } else {
+                    fill_with_garbage(&mut bytes, random);
+                }
+                self.host.write(binding.region, &bytes);
+            }
+            let twice = std::mem::replace(&mut self.host.twice, false);
+            self.host.run(launch);
+            self.host.twice = twice;
+            bindings.iter().zip(&before).for_each(|(binding, bytes)| self.host.write(binding.region, bytes));
+        }
+    }
+
     fn copy(&mut self, region: Region) {
         let (slab, start) = &self.adopted[&region.buffer];
         // SAFETY: the caller of `upload` promised that the bytes do not change before the upload is done.
@@ -297,5 +334,20 @@ impl Inner {
                 self.host.write(at, &[byte ^ 0x08]);
             }
         }
+    }
+}
+
+/// Words of one kind: all bits set, any bits, small numbers, large floats, or small numbers among NaN.
+fn fill_with_garbage(bytes: &mut [u8], random: &mut Dice) {
+    let (kind, small) = (random.below(5), 1 + random.below(64));
+    for word in bytes.chunks_mut(4) {
+        let value = match kind {
+            0 => u32::MAX,
+            1 => random.roll() as u32,
+            3 => (random.normal() * 1e30).to_bits(),
+            4 if random.below(4) == 0 => f32::NAN.to_bits(),
+            _ => random.below(small) as u32,
+        };
+        word.copy_from_slice(&value.to_le_bytes()[..word.len()]);
     }
 }

@@ -6,7 +6,7 @@ use crate::record;
 use moestro_compute::device::{BufferAccess, Launch, Region};
 use sha2::Digest;
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeSet, HashSet},
     fs,
     io::{Read, Write},
     path::{Path, PathBuf},
@@ -217,6 +217,8 @@ pub struct Host {
     /// True if a launch that gets the same bytes as an earlier one is not computed again. A kernel depends only on these
     /// bytes, unless it has a table of addresses.
     pub reuses_results: bool,
+    /// Regions that launches have written.
+    written: HashSet<Region>,
     /// Kernels that the program does not have.
     missing: &'static BTreeSet<String>,
 }
@@ -286,6 +288,7 @@ impl Host {
             buffers: 0,
             twice: true,
             reuses_results: false,
+            written: HashSet::new(),
             missing: &NONE,
         }
     }
@@ -399,6 +402,14 @@ impl Host {
     /// Executes one launch. The error is the report of a sanitizer, of the barrier check or of the order check. After
     /// an error the program has exited.
     pub fn try_run(&mut self, launch: &Launch) -> Result<(), String> {
+        for binding in &launch.bindings {
+            if binding.access != BufferAccess::Read {
+                self.written.insert(binding.region);
+            } else if binding.is_index {
+                let writer = self.written.iter().find(|written| written.overlaps(binding.region));
+                assert_eq!(writer, None, "{} does not check numbers that a kernel writes", launch.kernel);
+            }
+        }
         let Some(dir) = record::wanted(launch) else { return self.execute(launch) };
         let before: Vec<_> = launch.bindings.iter().map(|binding| self.read(binding.region)).collect();
         self.execute(launch)?;

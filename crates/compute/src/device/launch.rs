@@ -64,19 +64,21 @@ pub struct Binding {
     pub access: BufferAccess,
     /// True if the region contains addresses of adopted buffers, from which the kernel also reads.
     pub is_table: bool,
+    /// True if the kernel uses the numbers in the region as indices without a check.
+    pub is_index: bool,
 }
 
 impl Binding {
     pub fn read(region: Region) -> Self {
-        Self { region, access: BufferAccess::Read, is_table: false }
+        Self { region, access: BufferAccess::Read, is_table: false, is_index: false }
     }
 
     pub fn write(region: Region) -> Self {
-        Self { region, access: BufferAccess::Write, is_table: false }
+        Self { region, access: BufferAccess::Write, is_table: false, is_index: false }
     }
 
     pub fn read_write(region: Region) -> Self {
-        Self { region, access: BufferAccess::ReadWrite, is_table: false }
+        Self { region, access: BufferAccess::ReadWrite, is_table: false, is_index: false }
     }
 
     /// The last binding of a kernel with a skip flag until the launch [gets one](Launch::set_skip_flag): an empty region
@@ -88,6 +90,12 @@ impl Binding {
     /// A table of [addresses](super::Driver::address) of adopted buffers. No launch writes to these buffers.
     pub fn table(region: Region) -> Self {
         Self { is_table: true, ..Self::read(region) }
+    }
+
+    /// Numbers that the kernel uses as indices without a check. Only the CPU may write them: after a failed command
+    /// buffer, the launches of later ones still run, and read any bytes where the failed launches should have written.
+    pub fn indices(region: Region) -> Self {
+        Self { is_index: true, ..Self::read(region) }
     }
 }
 
@@ -134,7 +142,7 @@ impl Launch {
         }
         if let (Some(can_skip), Some(binding)) = (self.args.first_mut(), self.bindings.last_mut()) {
             *can_skip = 1;
-            *binding = Binding { region: flag, access, is_table: false };
+            *binding = Binding { access, ..Binding::read(flag) };
         }
     }
 

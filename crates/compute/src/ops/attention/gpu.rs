@@ -233,8 +233,8 @@ impl KvWrite<'_> {
                 Binding::write(q.floats(tokens * shape.heads * shape.dim)),
                 Binding::read_write(cache.keys),
                 Binding::read_write(cache.values),
-                Binding::read(cache.table),
-                Binding::read(rows.map_or(cache.table, |rows| rows.table)),
+                Binding::indices(cache.table),
+                SequenceRows::binding(rows, cache.table),
             ],
             grid: [(shape.heads + 2 * shape.kv_heads) as u32, tokens as u32, 1],
             threads: 32,
@@ -282,8 +282,8 @@ impl Attention<'_> {
             Binding::read(q.floats(tokens * shape.heads * shape.dim)),
             Binding::read(cache.keys),
             Binding::read(cache.values),
-            Binding::read(cache.table),
-            Binding::read(rows.map_or(cache.table, |rows| rows.table)),
+            Binding::indices(cache.table),
+            SequenceRows::binding(rows, cache.table),
         ];
         if shape.recent.is_some() {
             bindings.extend(shape.rings(cache.recent, rows).map(Binding::read));
@@ -315,7 +315,7 @@ impl Attention<'_> {
             bindings: vec![
                 Binding::read(proj.floats(tokens * shape.width())),
                 Binding::read(partials.floats(shape.partials_of(start, tokens, rows))),
-                Binding::read(rows.map_or(cache.table, |rows| rows.table)),
+                SequenceRows::binding(rows, cache.table),
                 Binding::write(y.floats(tokens * shape.heads * shape.dim)),
             ],
             grid: [shape.heads as u32, tokens as u32, shape.dim.div_ceil(columns * merged) as u32],
@@ -379,7 +379,7 @@ impl Attention<'_> {
                 Binding::read(q.floats(queries)),
                 Binding::read(cache.keys),
                 Binding::read(cache.values),
-                Binding::read(cache.table),
+                Binding::indices(cache.table),
                 Binding::read(proj.floats(tokens * shape.width())),
                 Binding::write(y.floats(queries)),
             ],

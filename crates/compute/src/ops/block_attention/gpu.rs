@@ -111,7 +111,7 @@ impl BlockAttention<'_> {
             Binding::read(attention.q.floats(values)),
             Binding::read(attention.cache.keys),
             Binding::read(attention.cache.values),
-            Binding::read(attention.cache.table),
+            Binding::indices(attention.cache.table),
             Binding::read(self.scratch(true, None)[1]),
             Binding::read(attention.proj.floats(tokens * shape.width())),
             Binding::write(attention.y.floats(values)),
@@ -181,7 +181,7 @@ impl BlockAttention<'_> {
 
     /// The buffer with the sequence of each row. Without `of_rows`, it is not read.
     fn sequences(&self, of_rows: Option<SequenceRows>) -> Binding {
-        Binding::read(of_rows.map_or(self.attention.cache.table, |rows| rows.table))
+        SequenceRows::binding(of_rows, self.attention.cache.table)
     }
 
     /// Queries and keys, scores and selection of a part. `is_half` as in [`BlockAttention::scratch`].
@@ -195,7 +195,7 @@ impl BlockAttention<'_> {
             Binding::read(self.norm_rope.q_norm.floats(indexer.dim)),
             Binding::read(self.norm_rope.k_norm.floats(indexer.dim)),
             Binding::read(self.norm_rope.rope_table.floats(tokens * indexer.rope_dim)),
-            Binding::read(cache.table),
+            Binding::indices(cache.table),
             Binding::write(queries),
             Binding::read_write(self.cache.keys),
             Binding::read_write(self.cache.recent),
@@ -204,7 +204,7 @@ impl BlockAttention<'_> {
         let score = vec![
             Binding::read(queries),
             Binding::read(self.cache.keys),
-            Binding::read(cache.table),
+            Binding::indices(cache.table),
             Binding::write(scores),
             sequences,
         ];
@@ -227,7 +227,7 @@ impl BlockAttention<'_> {
             Binding::read(q.floats(values)),
             Binding::read(cache.keys),
             Binding::read(cache.values),
-            Binding::read(cache.table),
+            Binding::indices(cache.table),
             Binding::read(selected),
             Binding::write(splits),
             sequences,

@@ -34,7 +34,7 @@ impl Conv<'_> {
                 Binding::read(weight.floats(channels * 4)),
                 Binding::read_write(state),
                 Binding::write(out.floats(tokens.max(1) * channels)),
-                Binding::read(rows.map_or(proj, |rows| rows.table)),
+                SequenceRows::binding(rows, proj),
                 Binding::no_skip_flag(proj),
             ],
             grid: [

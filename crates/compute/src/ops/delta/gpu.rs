@@ -109,7 +109,7 @@ impl DeltaRule<'_> {
                 Binding::write(out.floats(few * shape.values())),
                 Binding::read(norm.floats(shape.value_dim)),
                 squares.map_or(Binding::read(norm.first(0)), Binding::write),
-                Binding::read(rows.map_or(proj, |rows| rows.table)),
+                SequenceRows::binding(rows, proj),
                 Binding::no_skip_flag(proj),
             ],
             grid: [shape.value_dim.div_ceil(16) as u32, shape.value_heads as u32, sequences as u32],

@@ -23,6 +23,12 @@ pub struct Jobs {
     pub order: Region,
 }
 
+impl Jobs {
+    pub(super) fn bindings(&self) -> [Binding; 2] {
+        [self.jobs.floats(self.count * 3), self.order].map(Binding::indices)
+    }
+}
+
 impl ExpertStack {
     /// True if the kernels have a fast path for the format of these experts.
     pub(super) fn is_fast(&self) -> bool {
@@ -38,7 +44,7 @@ impl MoeWeights {
     fn args(&self, tokens: usize, slots: &ExpertSlots) -> Vec<u32> {
         let mut args = vec![0, self.hidden(), self.inner(), self.k, tokens, self.shared_inner(), self.row()];
         args.extend([self.width(), self.router.rows, slots.stride / 16]);
-        args.extend([slots.per_segment.trailing_zeros() as usize, slots.segments.len()]);
+        args.extend([slots.per_segment.trailing_zeros() as usize, slots.count()]);
         for stack in &self.stacks {
             args.extend(stack.at.first().copied().unwrap_or_default().map(|at| at / 16));
         }
@@ -106,7 +112,7 @@ impl Experts<'_> {
         let layer = self.layer;
         let tokens = self.tokens;
         let act = layer.act(&self.buffers, tokens);
-        let words = [Binding::read(jobs.jobs.floats(jobs.count * 3)), Binding::read(jobs.order)];
+        let words = jobs.bindings();
         let mut up = vec![Binding::read(self.x.floats(tokens * layer.hidden())), words[0], words[1]];
         up.push(Binding::read_write(act));
         up.push(Binding::table(self.slots.table));
@@ -140,7 +146,7 @@ impl Experts<'_> {
         let act = layer.act(&self.buffers, tokens);
         let launch = |from: &HalfRows, to: Region, kernel, width: usize| {
             let mut bindings = from.bindings().to_vec();
-            bindings.extend([Binding::read(jobs.jobs.floats(jobs.count * 3)), Binding::read(jobs.order)]);
+            bindings.extend(jobs.bindings());
             bindings.push(Binding::read_write(to));
             bindings.push(Binding::table(self.slots.table));
             layer.launch(tokens, self.slots, kernel, bindings, [width, jobs.count, 1], 128)

@@ -68,6 +68,12 @@ pub struct ExpertSlots {
 }
 
 impl ExpertSlots {
+    /// Number of slots. The last segment may have fewer slots than the others.
+    fn count(&self) -> usize {
+        let last = self.segments.last().map_or(0, |last| last.len.checked_div(self.stride).unwrap_or(0));
+        self.segments.len().saturating_sub(1) * self.per_segment + last
+    }
+
     /// The region of a slot.
     pub fn region(&self, slot: u32) -> Region {
         let segment = slot as usize / self.per_segment;

@@ -71,7 +71,7 @@ impl Experts<'_> {
     /// [`Experts::by_expert`] on matrix units. A job has at most 32 assignments; see [`Experts::jobs`].
     pub fn by_expert_tiles(&self, jobs: Jobs) -> [Launch; 2] {
         let Self { layer, tokens, .. } = *self;
-        let words = [Binding::read(jobs.jobs.floats(jobs.count * 3)), Binding::read(jobs.order)];
+        let words = jobs.bindings();
         let x = Binding::read(self.x.floats(tokens * layer.hidden()));
         let up = layer.gate_up_tiles(&self.buffers, self.slots, tokens, [x, words[0], words[1]], jobs.count);
         let out = Binding::read_write(self.buffers.out.floats(tokens * layer.k * layer.hidden()));

@@ -170,7 +170,7 @@ impl HalfRows {
             bindings: vec![
                 Binding::read(x.floats(rows * stride)),
                 norm.map_or(none, |norm| Binding::read(norm.weight.floats(cols))),
-                list.map_or(none, Binding::read),
+                list.map_or(none, Binding::indices),
                 write(self.values),
                 write(self.scales),
                 keep.map_or(none, |keep| Binding::write(keep.floats(rows * cols))),

@@ -30,7 +30,7 @@ impl NgramInject<'_> {
         let gates = self.gates.floats(tokens * count);
         let ring = self.history.floats(shape.capacity * width);
         let history = if rows.is_some() { self.history } else { ring };
-        let sequences = Binding::read(rows.map_or(proj.region, |rows| rows.table));
+        let sequences = SequenceRows::binding(rows, proj.region);
         let launch = |kernel, bindings, grid| Launch {
             kernel,
             args: args.clone(),
