@@ -10,7 +10,7 @@ mod text_limits;
 mod type_set;
 mod value_type;
 
-pub use document::{Document, WITH_OBJECT, without_nulls};
+pub use document::{Document, WITH_OBJECT, normalized};
 pub use parameters::{MAX_PARAMETER_SETS, OpenNames, ParameterSet, any_value, parameter_sets};
 pub use string_formats::format_pattern;
 pub use text_limits::TextLimits;

@@ -9,7 +9,7 @@ use super::{
     look_ahead,
     schema_references::{self, subschemas},
 };
-use crate::schema::{Document, TypeSet, ValueType, allows_nothing, format_pattern, without_nulls};
+use crate::schema::{Document, TypeSet, ValueType, allows_nothing, format_pattern, normalized};
 use llguidance::{derivre::RegexAst, regex_to_lark};
 use serde_json::{Map, Value, json};
 use std::collections::HashMap;
@@ -65,7 +65,7 @@ pub fn prepare(schema: &Value, strict: bool) -> Result<Value, FormatError> {
     if bytes > MAX_BYTES {
         return Err(FormatError::new("", format!("the schema has {bytes} bytes; the limit is {MAX_BYTES}")));
     }
-    let schema = &without_nulls(schema);
+    let schema = &normalized(schema);
     let mut preparation = Preparation {
         document: Document::new(schema),
         strict,

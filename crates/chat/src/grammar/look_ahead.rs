@@ -1,11 +1,18 @@
 //! Patterns that start with look-ahead, as libraries write them, as several patterns without it.
 
+use crate::schema::format_pattern;
+
+/// zod's pattern of a duration. That of the format matches a part of its texts.
+const DURATION: &str = r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$";
 /// Maximum number of look-aheads of one pattern.
 const MAX_PARTS: usize = 7;
 
 /// Patterns that together match the same texts as `pattern`. `None` if `pattern` does not start with look-ahead, or with
 /// one that has no equivalent here.
 pub fn split(pattern: &str) -> Option<Vec<String>> {
+    if pattern == DURATION {
+        return format_pattern("duration").map(|pattern| vec![pattern]);
+    }
     let mut rest = pattern.strip_prefix('^')?;
     let mut patterns = Vec::new();
     while let Some(ahead) = ["(?=", "(?!"].into_iter().find(|start| rest.starts_with(start)) {
@@ -26,25 +33,37 @@ pub fn split(pattern: &str) -> Option<Vec<String>> {
 
 /// A pattern of the texts that do not start with `inner`.
 fn negated(inner: &str) -> Option<String> {
-    if inner == "$" {
-        return Some("^(?s:.)".into());
-    }
-    let (is_anywhere, inner) = inner.strip_prefix(".*").map_or((false, inner), |rest| (true, rest));
+    let Some(inner) = inner.strip_prefix(".*") else {
+        let all_but_end = inner.strip_suffix("*$").filter(|atom| atom_length(atom) == Some(atom.len()));
+        return all_but_end.map_or_else(|| Some(format!("^{}$", other_start(inner)?)), |atom| other(atom, ""));
+    };
     let (atom, rest) = inner.split_at(atom_length(inner)?);
-    // The other characters.
-    let set = atom.strip_prefix('[').and_then(|set| set.strip_suffix(']')).unwrap_or(atom);
-    let set = set.strip_prefix('-').map_or(set.to_owned(), |rest| format!("\\-{rest}"));
-    let other = if set.starts_with('^') { format!("[{}]", set.get(1..)?) } else { format!("[^{set}]") };
     // Look-ahead with `.*` stops at the end of the line.
-    let same_line = if set.starts_with('^') { None } else { Some(format!("[^\\n{set}]")) };
+    let same_line = other(atom, "\\n")?;
     let lines = r"(?:\n(?s:.*))?$";
     match rest {
-        "" if is_anywhere => Some(format!("^{}*{lines}", same_line?)),
-        _ if is_anywhere && rest == atom => Some(format!("^(?:{atom}?{})*{atom}?{lines}", same_line?)),
-        _ if is_anywhere => None,
-        "" => Some(format!("^(?:{other}(?s:.*))?$")),
-        "*$" => Some(other),
+        "" => Some(format!("^{same_line}*{lines}")),
+        _ if rest == atom => Some(format!("^(?:{atom}?{same_line})*{atom}?{lines}")),
         _ => None,
+    }
+}
+
+/// Expression of the texts that do not start with `pattern`: characters, and maybe the end of the text.
+fn other_start(pattern: &str) -> Option<String> {
+    if pattern == "$" {
+        return Some("(?s:.+)".into());
+    }
+    let (atom, rest) = pattern.split_at(atom_length(pattern)?);
+    let longer = if rest.is_empty() { String::new() } else { format!("|{atom}{}", other_start(rest)?) };
+    Some(format!("(?:{}(?s:.*){longer})?", other(atom, "")?))
+}
+
+/// Expression of the characters other than those of `atom` and `more`.
+fn other(atom: &str, more: &str) -> Option<String> {
+    let set = atom.strip_prefix('[').and_then(|set| set.strip_suffix(']')).unwrap_or(atom);
+    match set.strip_prefix('^') {
+        Some(set) => more.is_empty().then(|| format!("[{set}]")),
+        None => Some(format!("[^{more}{}{set}]", if set.starts_with('-') { "\\" } else { "" })),
     }
 }
 
@@ -104,7 +123,7 @@ mod tests {
     use test_support::mutate::Dice;
 
     /// Patterns of Pydantic and zod.
-    const PATTERNS: [&str; 12] = [
+    const PATTERNS: [&str; 15] = [
         r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$",
         r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d{0,2}0*$",
         r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$",
@@ -117,6 +136,9 @@ mod tests {
         r"^(?![^a-z])",
         r"^(?!\d)\w+$",
         r"^(?![)(|]*$)(?=[(])[\s\S]",
+        "^(?!ab)[a-c]",
+        r"^(?!-0$)-?\d+$",
+        r"^(?!a\.)(?!-[0a-]$).*$",
     ];
 
     #[test]
@@ -135,11 +157,27 @@ mod tests {
     }
 
     #[test]
+    fn duration_of_zod_allows_the_format() {
+        let part = split(DURATION).unwrap().remove(0);
+        let [whole, part] = [DURATION, &part].map(|pattern| Regex::new(pattern).unwrap());
+        let mut count = 0;
+        for set in 0..256 {
+            let units = ["1Y", "2M", "30D", "T", "4H", "5M", "60S", "7W"].into_iter().enumerate();
+            let text: String = units.filter(|(bit, _)| set >> bit & 1 == 1).map(|(_, unit)| unit).collect();
+            if part.is_match(&format!("P{text}")).unwrap() {
+                assert!(whole.is_match(&format!("P{text}")).unwrap(), "{text}");
+                count += 1;
+            }
+        }
+        assert_eq!(count, 51);
+    }
+
+    #[test]
     fn other_look_ahead_is_refused() {
         for pattern in [
             "a(?!b)",
             "^a(?=b)",
-            "^(?!ab)c",
+            "^(?!ab+)c",
             "^(?!a)b|c",
             "^(?!a|b)c",
             "^(?=a|b)c",
@@ -155,7 +193,7 @@ mod tests {
             let prepared = prepare(&schema(pattern), true).unwrap();
             assert!(prepared["allOf"].as_array().unwrap().len() > 1, "{prepared}");
         }
-        let error = prepare(&schema("^(?!ab)c"), true).unwrap_err();
+        let error = prepare(&schema("^(?!ab+)c"), true).unwrap_err();
         assert!(error.path == ".pattern" && error.reason.contains("look-around"), "{error:?}");
     }
 }

@@ -183,6 +183,8 @@ fn whole_match(pattern: &str, strict: bool, path: &str) -> Result<Option<String>
 
 /// Turns `pattern`, which may match anywhere in a text, into an expression that matches the whole text.
 fn match_whole(pattern: &str) -> String {
+    // Python writes a flag at the start.
+    let (flag, pattern) = pattern.strip_prefix("(?i)").map_or(("", pattern), |rest| ("(?i)", rest));
     let alternatives = top_level_alternatives(pattern).into_iter().map(|alternative| {
         let (inner, before) = alternative.strip_prefix('^').map_or((alternative, "(?s:.*)"), |rest| (rest, ""));
         // A dollar after a backslash is a literal.
@@ -190,7 +192,7 @@ fn match_whole(pattern: &str) -> String {
         let (inner, after) = end.map_or((inner, "(?s:.*)"), |rest| (rest, ""));
         format!("{before}(?:{inner}){after}")
     });
-    alternatives.collect::<Vec<_>>().join("|")
+    flag.to_owned() + &alternatives.collect::<Vec<_>>().join("|")
 }
 
 /// A Lark literal. Lark writes strings as JSON does.

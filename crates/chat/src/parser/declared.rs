@@ -1,7 +1,7 @@
 //! The names of the tools of a request and of their parameters.
 
 use super::tags::{Tag, TagAt, TagKind, after_gap, tag_at};
-use crate::schema::{Document, ValueType, any_value, parameter_sets, without_nulls};
+use crate::schema::{Document, ValueType, any_value, normalized, parameter_sets};
 use serde_json::Value;
 use std::collections::BTreeSet;
 
@@ -16,7 +16,7 @@ pub(super) struct Tools(Vec<Value>);
 
 impl Tools {
     pub fn new(tools: &[Value]) -> Self {
-        Self(tools.iter().map(without_nulls).collect())
+        Self(tools.iter().map(normalized).collect())
     }
 
     pub fn is_empty(&self) -> bool {

@@ -1,28 +1,47 @@
 //! The references of a JSON schema.
 
-use serde_json::{Map, Value};
+use serde_json::{Map, Number, Value};
 use std::{cell::OnceCell, collections::HashMap, rc::Rc};
 
 /// Keywords whose value is an object of schemas.
 pub const WITH_OBJECT: [&str; 5] = ["properties", "patternProperties", "$defs", "definitions", "dependentSchemas"];
 
-/// The schema without the keywords that are null. Generators of Go, C# and Python write a keyword that is not set so.
-/// A `const` may be null, and so may the constants of an `enum`.
-pub fn without_nulls(schema: &Value) -> Value {
+/// Keywords whose value is a number.
+const WITH_NUMBER: [&str; 11] = [
+    "minimum",
+    "maximum",
+    "exclusiveMinimum",
+    "exclusiveMaximum",
+    "multipleOf",
+    "minLength",
+    "maxLength",
+    "minItems",
+    "maxItems",
+    "minProperties",
+    "maxProperties",
+];
+
+/// The schema without the keywords that are null, and with numbers for texts of numbers. Generators of Go, C# and Python
+/// write a keyword that is not set as null, and some write a limit as a string. A `const` may be null, and so may the
+/// constants of an `enum`.
+pub fn normalized(schema: &Value) -> Value {
     match schema {
         Value::Object(fields) => {
             let is_set = |(key, value): &(&String, &Value)| !value.is_null() || *key == "const";
             let part = |(key, value): (&String, &Value)| match value {
                 Value::Object(named) if WITH_OBJECT.contains(&key.as_str()) => {
-                    let parts = named.iter().map(|(name, part)| (name.clone(), without_nulls(part)));
+                    let parts = named.iter().map(|(name, part)| (name.clone(), normalized(part)));
                     (key.clone(), parts.collect::<Map<_, _>>().into())
                 }
                 _ if key == "const" || key == "enum" => (key.clone(), value.clone()),
-                _ => (key.clone(), without_nulls(value)),
+                Value::String(text) if WITH_NUMBER.contains(&key.as_str()) => {
+                    (key.clone(), text.trim().parse::<Number>().map_or_else(|_| value.clone(), Value::from))
+                }
+                _ => (key.clone(), normalized(value)),
             };
             fields.iter().filter(is_set).map(part).collect::<Map<_, _>>().into()
         }
-        Value::Array(parts) => parts.iter().map(without_nulls).collect(),
+        Value::Array(parts) => parts.iter().map(normalized).collect(),
         _ => schema.clone(),
     }
 }
@@ -85,6 +104,11 @@ impl<'a> ReferenceIndex<'a> {
             base = join(&base, uri).into();
             self.named.insert(base.to_string(), part);
         }
+        // Drafts 3 and 4 have `id`. Others are names that a client made up, so relative references ignore it.
+        if let Some(id) = fields.get("id").and_then(Value::as_str) {
+            let name = if id.starts_with('#') { format!("{base}{id}") } else { join(&base, id) };
+            self.named.entry(name).or_insert(part);
+        }
         let anchor = fields.get("$anchor").and_then(Value::as_str).unwrap_or(old_anchor);
         if !anchor.is_empty() {
             self.named.insert(format!("{base}#{anchor}"), part);
@@ -132,7 +156,8 @@ mod tests {
         let root = json!({"$id": "https://example.com/root.json", "$defs": {
             "P<s>": {"const": 1}, "a/b~c": {"const": 2}, "L%3C": {"const": 3}, "named": {"$anchor": "here", "const": 4},
             "item": {"$id": "schemas/item", "const": 5, "$defs": {"x": {"$ref": "#/$defs/y"}, "y": {"const": 6}}},
-            "old": {"$id": "#old", "const": 7}, "urn": {"$id": "urn:x:y", "const": 8}, "y": {"const": 9},
+            "old": {"$id": "#old", "const": 7}, "draft4": {"id": "item4.json", "const": 10}, "anchor4": {"id": "#a4", "const": 11,
+                "$defs": {"x": {"id": "/properties/x", "$ref": "#/$defs/y"}}}, "urn": {"$id": "urn:x:y", "const": 8}, "y": {"const": 9},
         }});
         for (reference, expected) in [
             ("#/$defs/P%3Cs%3E", Some(1)),
@@ -142,6 +167,8 @@ mod tests {
             ("schemas/item", Some(5)),
             ("schemas/item#/$defs/y", Some(6)),
             ("#old", Some(7)),
+            ("item4.json", Some(10)),
+            ("#a4", Some(11)),
             ("urn:x:y", Some(8)),
             ("https://example.com/root.json#/$defs/y", Some(9)),
             ("#/$defs/none", None),
@@ -157,6 +184,7 @@ mod tests {
         let document = Document::new(&root);
         let inner = root.pointer("/$defs/item/$defs/x").unwrap();
         assert_eq!(document.target(inner).unwrap()["const"], 6);
+        assert_eq!(document.target(root.pointer("/$defs/anchor4/$defs/x").unwrap()).unwrap()["const"], 9);
         assert_eq!(join("https://example.com/root.json", "schemas/item"), "https://example.com/schemas/item");
         assert_eq!(join("https://example.com/a/b", "/c"), "https://example.com/c");
     }
@@ -166,8 +194,13 @@ mod tests {
             "const": {"const": null, "items": null}, "enum": {"enum": [null, {"a": null}], "anyOf": [{"$ref": null}]}}});
         let expected = json!({"type": "object", "properties": {
             "const": {"const": null}, "enum": {"enum": [null, {"a": null}], "anyOf": [{}]}}});
-        assert_eq!(without_nulls(&schema), expected);
+        assert_eq!(normalized(&schema), expected);
+        let texts =
+            json!({"minItems": "1", "minimum": " -2.5 ", "maximum": "x", "const": {"minimum": "1"}, "pattern": "1"});
+        let numbers =
+            json!({"minItems": 1, "minimum": -2.5, "maximum": "x", "const": {"minimum": "1"}, "pattern": "1"});
+        assert_eq!(normalized(&texts), numbers);
         // A part is no keyword, so it is not left out.
-        assert_eq!(without_nulls(&json!({"$defs": {"a": null}})), json!({"$defs": {"a": null}}));
+        assert_eq!(normalized(&json!({"$defs": {"a": null}})), json!({"$defs": {"a": null}}));
     }
 }
