@@ -34,6 +34,9 @@
 //! * line feeds around tags may be missing or follow a carriage return, and closing tags may be indented;
 //! * text between the parameters of a call is content, and so is text before the end of its `<tool_call>`;
 //! * `<parameter=TOOL>` before the first parameter is read like `<function=TOOL>`;
+//! * a parameter may have its name as its tag, `<NAME>` and `</NAME>`, also inside `<arguments>`, `<parameters>`, `<input>`
+//!   or `<args>`. Before another tag of the call, `</NAME>` also ends the value of `<parameter=NAME>`, unless it closes a
+//!   `<NAME>` in the value;
 //! * the arguments may be one JSON object instead of parameters, also in a Markdown fence or in
 //!   `<parameter=arguments>`: see `parser/json_call.rs`;
 //! * a call without an end tag is closed when the model ends the answer. Its arguments are the arguments so far. An
@@ -46,6 +49,7 @@
 //! [`Parser::with_exact_calls`].
 
 mod argument;
+mod call_tags;
 mod declared;
 mod delta;
 mod json_call;
@@ -118,10 +122,8 @@ enum ParserState {
     Reasoning,
     #[default]
     Content,
-    /// Between the parameters of a call. `is_stray` is true inside text that does not belong to a parameter.
-    Body {
-        is_stray: bool,
-    },
+    /// Between the parameters of a call.
+    Body,
     /// After the opening tag of a parameter.
     ValueStart,
     Value,
@@ -184,7 +186,7 @@ impl Parser {
             ParserState::Newlines { in_reasoning } => self.newlines(in_reasoning),
             ParserState::Reasoning => self.reasoning(end),
             ParserState::Content => self.content(end),
-            ParserState::Body { is_stray } => self.body(is_stray, end),
+            ParserState::Body => self.body(end),
             ParserState::ValueStart => self.value_start(end),
             ParserState::Value => self.value(end),
             ParserState::Closing { in_call } => self.closing(in_call, end),
@@ -360,7 +362,7 @@ impl Parser {
         let before = self.at;
         self.skip_tool_calls();
         self.is_in_tool_call = self.at > before;
-        match self.tools.tag_at(self.rest(), &[]) {
+        match self.tools.header_at(self.rest()) {
             TagAt::Found(Tag { kind: TagKind::Function(name), length, .. }) => self.start_call(name, length, is_exact),
             _ => self.json_calls(0, end),
         }
@@ -371,16 +373,16 @@ impl Parser {
 impl Parser {
     /// Starts a call whose header has `length` bytes.
     fn start_call(&mut self, name: String, length: usize, is_exact: bool) -> StepResult {
-        self.announce(name.clone());
-        let parameters = self.tools.parameters(&name);
-        self.call = PendingCall { name, parameters, is_exact, ..PendingCall::default() };
+        self.call = PendingCall { is_exact, ..self.tools.call(&name) };
+        self.announce(name);
         self.continue_call(length)
     }
 
     /// Continues a call after a tag of `length` bytes.
     fn continue_call(&mut self, length: usize) -> StepResult {
         self.at += length;
-        self.to(ParserState::Body { is_stray: false })
+        self.call.is_stray = false;
+        self.to(ParserState::Body)
     }
 
     fn announce(&mut self, name: String) {
@@ -388,26 +390,23 @@ impl Parser {
         self.calls += 1;
     }
 
-    fn body(&mut self, is_stray: bool, end: InputEnd) -> StepResult {
+    fn body(&mut self, end: InputEnd) -> StepResult {
         // Between stray texts, white space belongs to the content.
-        if is_stray {
+        if self.call.is_stray {
             self.take_content(self.rest().len() - self.rest().trim_start().len());
         } else {
             self.skip(0);
         }
-        let tag = if self.call.is_exact {
-            tag_at(self.rest())
-        } else {
-            self.tools.tag_at(self.rest(), &self.call.parameters)
-        };
-        match tag {
+        match self.tools.tag_at(self.rest(), &self.call) {
             TagAt::Unfinished if end == InputEnd::MoreToCome => StepResult::NeedMoreText,
             TagAt::Unfinished => {
                 self.end_call(end);
                 self.drop_rest()
             }
             TagAt::Found(Tag { kind, length, is_exact }) => match kind {
-                TagKind::Parameter(name) if self.call.may_wrap(&name) => self.json_body(Some((name, length)), end),
+                TagKind::Parameter(name) if self.call.may_wrap(&name, self.is_name_tag(length)) => {
+                    self.json_body(Some((name, length)), end)
+                }
                 TagKind::Parameter(name) if is_exact || self.call.knows(&name) => self.start_argument(name, length),
                 TagKind::Parameter(_) => self.stray_text(),
                 // The end of a value, or a repeated tag.
@@ -420,7 +419,7 @@ impl Parser {
                     self.to(ParserState::Closing { in_call: true })
                 }
             },
-            TagAt::Other if self.call.seen.is_empty() && !is_stray => self.json_body(None, end),
+            TagAt::Other if self.call.seen.is_empty() && !self.call.is_stray => self.json_body(None, end),
             TagAt::Other => self.stray_text(),
         }
     }
@@ -446,6 +445,7 @@ impl Parser {
                 self.drop_rest()
             }
             JsonAt::Found(_) | JsonAt::Unfinished | JsonAt::Other => match wrapper {
+                Some((_, length)) if self.is_name_tag(length) => self.continue_call(length),
                 Some((name, length)) => self.start_argument(name, length),
                 None => self.stray_text(),
             },
@@ -475,16 +475,23 @@ impl Parser {
         let rest = self.rest();
         let first = rest.chars().next().map_or(0, char::len_utf8);
         self.take_content(rest[first..].find('<').map_or(rest.len(), |at| first + at));
-        self.to(ParserState::Body { is_stray: true })
+        self.call.is_stray = true;
+        self.to(ParserState::Body)
+    }
+
+    /// True if the next tag, which has `length` bytes, is `<NAME>`.
+    fn is_name_tag(&self, length: usize) -> bool {
+        !self.rest()[..length].contains('=')
     }
 
     /// Starts the argument whose opening tag has `length` bytes.
     fn start_argument(&mut self, name: String, length: usize) -> StepResult {
-        self.at += length;
+        let is_named = self.is_name_tag(length);
+        self.continue_call(length);
         if self.call.argument.as_ref().is_none_or(|argument| argument.name != name) {
             self.end_argument();
             let allowed = self.tools.values(&self.call.name, &name);
-            let (argument, json) = PendingArgument::new(name.clone(), allowed, &self.call);
+            let (argument, json) = PendingArgument::new(name.clone(), allowed, &self.call, is_named);
             self.arguments(json);
             self.call.seen.push(name);
             self.call.argument = Some(argument);
@@ -557,7 +564,7 @@ impl Parser {
         let next = after.trim_start_matches(is_extra);
         let extra = &after[..after.len() - next.len()];
         let skip = self.rest().len() - next.len();
-        match self.tools.tag_at(next, &[]) {
+        match self.tools.tag_at(next, &self.call) {
             _ if skip > MAX_GAP => self.to(ParserState::Content),
             TagAt::Found(Tag { kind: TagKind::Function(name), length, is_exact })
                 if in_call && extra.is_empty() && (is_exact && is_name(&name) || self.tools.has(&name)) =>

@@ -5,8 +5,12 @@ use crate::schema::ValueType;
 use serde_json::{Map, Value};
 use std::{
     hash::{BuildHasher, RandomState},
+    slice,
     sync::atomic::{AtomicU64, Ordering},
 };
+
+/// Names of a tag around all arguments.
+const WRAPPERS: [&str; 4] = ["arguments", "parameters", "input", "args"];
 
 /// The call that is being parsed.
 #[derive(Default)]
@@ -21,6 +25,8 @@ pub(super) struct PendingCall {
     pub argument: Option<PendingArgument>,
     /// True if a grammar constrains the call.
     pub is_exact: bool,
+    /// True inside text that does not belong to a parameter.
+    pub is_stray: bool,
 }
 
 impl PendingCall {
@@ -29,10 +35,27 @@ impl PendingCall {
         self.parameters.is_empty() || self.parameters.contains(name)
     }
 
-    /// True if a first parameter `name`, which the tool does not have, may contain all arguments.
-    pub fn may_wrap(&self, name: &String) -> bool {
-        let is_wrapper = matches!(name.as_str(), "arguments" | "parameters" | "input");
-        is_wrapper && !self.is_exact && self.seen.is_empty() && !self.knows(name)
+    /// True if a first parameter `name`, which the tool does not have, may contain all arguments. `is_named` is true if the
+    /// name is the tag itself.
+    pub fn may_wrap(&self, name: &String, is_named: bool) -> bool {
+        let is_known = if is_named { self.parameters.contains(name) } else { self.knows(name) };
+        WRAPPERS.contains(&name.as_str()) && !self.is_exact && self.seen.is_empty() && !is_known
+    }
+
+    /// True if the last argument has its own name as its tag.
+    pub fn is_named(&self) -> bool {
+        self.argument.as_ref().is_some_and(|argument| argument.is_named)
+    }
+
+    /// The names that may be tags outside of a value: `<NAME>`, or `</NAME>` if `closes` is true.
+    pub fn tag_names(&self, closes: bool) -> impl Iterator<Item = &str> {
+        let names = match &self.argument {
+            Some(argument) if closes => slice::from_ref(&argument.name),
+            _ => &self.parameters[..],
+        };
+        let wraps = !self.name.is_empty() && (closes || self.seen.is_empty());
+        let names = names.iter().map(String::as_str);
+        names.chain(WRAPPERS.into_iter().filter(move |_| wraps)).filter(|_| !self.is_stray)
     }
 
     /// True if `json`, an object, has arguments of the tool only.
@@ -57,11 +80,13 @@ pub(super) struct PendingArgument {
     held: Option<String>,
     /// True if the call already has this parameter. Nothing is written then.
     is_ignored: bool,
+    /// True if the tags of the parameter are `<NAME>` and `</NAME>`.
+    pub is_named: bool,
 }
 
 impl PendingArgument {
     /// Returns the next argument of `call` and the start of its JSON.
-    pub fn new(name: String, allowed: ValueType, call: &PendingCall) -> (Self, String) {
+    pub fn new(name: String, allowed: ValueType, call: &PendingCall, is_named: bool) -> (Self, String) {
         let is_string = allowed.others.is_empty();
         let is_ignored = call.seen.contains(&name);
         let json = if is_ignored {
@@ -70,7 +95,7 @@ impl PendingArgument {
             let opening = if call.seen.is_empty() { '{' } else { ',' };
             format!("{opening}{}:{}", Value::from(name.as_str()), if is_string { "\"" } else { "" })
         };
-        (Self { name, allowed, held: (!is_string).then(String::new), is_ignored }, json)
+        (Self { name, allowed, held: (!is_string).then(String::new), is_ignored, is_named }, json)
     }
 
     /// True if the value that ends with `text` has a type other than a string.

@@ -3,10 +3,12 @@
 //! * `<tool_call>` and `<function=NAME>` start a call. A repeated tag is dropped, and so is a tag of another format, such as
 //!   `<tool_calls>`, `<|tool_call|>` and `<function_calls>`;
 //! * `<parameter=NAME>` of a known tool before another `<parameter=P>` starts a call like `<function=NAME>`;
+//! * `<tool_call>` and `<name>`, `<tool_name>` or `<function_name>` with the name of a known tool start a call;
 //! * `<tool_call>` and JSON with the name of a known tool start a call, also in a Markdown fence after the tag;
-//! * `<function=NAME>` of a known tool starts a call without `<tool_call>` if a `<parameter=P>`, a `</function>`
-//!   or a JSON object and a closing tag follow, and if it starts or ends a line. `<function name="NAME">` and
-//!   `<invoke name="NAME">` do so only before a `<parameter=P>`, because XML has the same form. Any other name is content;
+//! * `<function=NAME>` of a known tool starts a call without `<tool_call>` if a `<parameter=P>`, a `<P>` of a known
+//!   parameter, a `</function>` or a JSON object and a closing tag follow, and if it starts or ends a line.
+//!   `<function name="NAME">` and `<invoke name="NAME">` do so only before a `<parameter=P>`, because XML has the same
+//!   form. Any other name is content;
 //! * a call in a Markdown fence, in inline code or between quotation marks is text. If the answer ends before the fence is
 //!   closed, the call is a call;
 //! * a call of a known tool inside the reasoning ends the reasoning. A `</think>` right after the call is dropped;
@@ -17,6 +19,7 @@
 //!   after the text.
 
 use super::{
+    argument::PendingCall,
     declared::{Tools, is_name},
     json_call::{JsonAt, JsonScanner},
     prose::Mark,
@@ -51,7 +54,9 @@ impl CallFinder<'_> {
             return tag_at(text).and_then(|tag| ends_call(tag.kind).then_some(Mark::Leftover));
         }
         let is_bare = function.len() == text.len();
-        let (name, length, is_exact) = match self.tools.tag_at(function, &[]) {
+        let tag =
+            if is_bare { self.tools.tag_at(text, &PendingCall::default()) } else { self.tools.header_at(function) };
+        let (name, length, is_exact) = match tag {
             TagAt::Unfinished => return Reading::Unfinished,
             TagAt::Found(Tag { kind: TagKind::Function(name), length, is_exact }) => (name, length, is_exact),
             TagAt::Other if !is_bare => {
@@ -89,6 +94,11 @@ impl CallFinder<'_> {
             kind if may_be_xml => tag.is_exact && matches!(kind, TagKind::Parameter(_)),
             kind => !matches!(kind, TagKind::ToolCall | TagKind::EndToolCall),
         };
-        after_gap(next).map_or(TagAt::Other, tag_at).and_then(|tag| is_body(tag).then_some(Mark::Call))
+        let tag = match after_gap(next) {
+            Some(next) if next.starts_with('<') => self.tools.tag_at(next, &self.tools.call(&name)),
+            Some("") => TagAt::Unfinished,
+            _ => TagAt::Other,
+        };
+        tag.and_then(|tag| is_body(tag).then_some(Mark::Call))
     }
 }

@@ -7,7 +7,7 @@ pub(super) const END_THINK: &str = "</think>";
 const WORDS: [&str; 7] =
     ["tool_call", "tool_calls", "function_call", "function_calls", "function", "invoke", "parameter"];
 /// Maximum length of a name in a tag.
-const MAX_NAME: usize = 1000;
+pub(super) const MAX_NAME: usize = 1000;
 /// Maximum length of a misspelt closing tag.
 const MAX_CLOSING_TAG: usize = 32;
 /// Maximum number of `<tool_call>` before a call.
@@ -191,6 +191,33 @@ fn closing_tag(text: &str) -> TagAt {
         _ => return TagAt::Other,
     };
     found(kind, start + end + usize::from(is_closed), text.starts_with(exact))
+}
+
+/// Reads `<NAME>`, `</NAME>`, or the start of `<NAME ATTRIBUTES>`. No tag if the name has a `=` or `</NAME>` ends a call.
+pub(super) fn own_tag(text: &str, name: &str) -> TagAt {
+    let Some(tag) = text.strip_prefix('<') else { return TagAt::Other };
+    let inner = tag.strip_prefix('/').unwrap_or(tag);
+    let closes = inner.len() < tag.len();
+    let Some(after) = inner.strip_prefix(name) else {
+        return if name.starts_with(inner) { TagAt::Unfinished } else { TagAt::Other };
+    };
+    if !may_be_tag(name) {
+        return TagAt::Other;
+    }
+    let kind = if closes { TagKind::EndParameter } else { TagKind::Parameter(name.into()) };
+    let length = text.len() - after.len();
+    match after.chars().next() {
+        None => TagAt::Unfinished,
+        Some('>') => TagAt::Found(Tag { kind, length: length + 1, is_exact: true }),
+        Some(c) if !closes && c.is_whitespace() => TagAt::Found(Tag { kind, length, is_exact: true }),
+        Some(_) => TagAt::Other,
+    }
+}
+
+fn may_be_tag(name: &str) -> bool {
+    let end = tag_at(&format!("</{name}>"));
+    let is_other = matches!(end, TagAt::Found(Tag { kind, .. }) if kind != TagKind::EndParameter);
+    !name.is_empty() && !name.contains('=') && !is_other
 }
 
 /// The text after one or more `<tool_call>`. `None` if too much white space follows one.

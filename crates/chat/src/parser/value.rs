@@ -12,9 +12,10 @@
 
 use super::{
     argument::{PendingArgument, PendingCall},
+    call_tags::named_tag,
     declared::Tools,
     quotes::Quotes,
-    tags::{InputEnd, Tag, TagAt, TagKind, is_space},
+    tags::{InputEnd, Tag, TagAt, TagKind, is_space, own_tag},
 };
 
 /// Follows a value up to its end. Offsets count from the start of the value.
@@ -36,6 +37,8 @@ pub(super) struct ValueScanner {
     candidate: Option<EndCandidate>,
     /// The closing tags of opening tags in the value, and the offsets of the opening tags.
     open: Vec<(TagKind, usize)>,
+    /// Number of `<NAME>` in the value of `<parameter=NAME>` that wait for their `</NAME>`.
+    nested: usize,
     /// The last `</parameter>` that closed a quoted tag, until text follows.
     matched: Option<MatchedEnd>,
 }
@@ -216,7 +219,14 @@ impl ValueScanner {
         let last = end != InputEnd::MoreToCome;
         while let Some(c) = text[self.position - self.consumed..].chars().next() {
             let rest = &text[self.position - self.consumed..];
-            let tag = if c == '<' { tools.tag_at(rest, &call.parameters) } else { TagAt::Other };
+            let tag = match &self.last {
+                _ if c != '<' => TagAt::Other,
+                Some(last) if last.kind == TagKind::ToolCall => tools.header_at(rest),
+                _ => match tools.plain_tag_at(rest, call) {
+                    TagAt::Other => self.named_tag(rest, call, last),
+                    tag => tag,
+                },
+            };
             // A value may be about the tags of other formats.
             let is_foreign = matches!(tag, TagAt::Found(Tag { kind: TagKind::ToolCall, is_exact: false, .. }));
             let tag = if is_foreign { TagAt::Other } else { tag };
@@ -248,6 +258,27 @@ impl ValueScanner {
         last && self.follow(Follow::End)
     }
 
+    /// Reads a tag with the name of this parameter, or after its end, with the name of another one. In a value that
+    /// `<parameter=NAME>` opened, `</NAME>` is text if it closes a `<NAME>` of the value.
+    fn named_tag(&mut self, text: &str, call: &PendingCall, last: bool) -> TagAt {
+        let Some(PendingArgument { name, is_named, .. }) = &call.argument else { return TagAt::Other };
+        if *is_named && self.last.as_ref().is_some_and(|last| last.kind == TagKind::EndParameter) {
+            return named_tag(text, call);
+        }
+        match own_tag(text, name) {
+            TagAt::Unfinished if last => TagAt::Other,
+            TagAt::Found(tag) if !is_named => {
+                let closes = tag.kind.closes();
+                if closes && self.nested == 0 {
+                    return TagAt::Found(Tag { is_exact: false, ..tag });
+                }
+                self.nested = if closes { self.nested - 1 } else { self.nested + 1 };
+                TagAt::Other
+            }
+            tag => tag,
+        }
+    }
+
     fn push_tag(&mut self, tag: Tag, call: &PendingCall, tools: &Tools) -> bool {
         let Tag { kind, length, is_exact } = tag;
         let at = self.position;
@@ -257,7 +288,8 @@ impl ValueScanner {
             // A repeated `<tool_call>` is part of the first one.
             return false;
         }
-        let is_repeated = at == 0 && matches!(&kind, TagKind::Parameter(name) if call.seen.last() == Some(name));
+        let is_own = matches!(&kind, TagKind::Parameter(name) if call.seen.last() == Some(name));
+        let is_repeated = is_own && at == 0 && !call.is_named();
         let is_known = match &kind {
             TagKind::Function(name) => tools.has(name),
             TagKind::Parameter(name) => is_repeated || call.lacks(name),

@@ -1,7 +1,7 @@
 //! Calls with headers, names and text at the wrong place.
 
 use super::{
-    malformed::{answer, read},
+    malformed::{STRINGS, answer, read},
     *,
 };
 
@@ -96,4 +96,125 @@ fn empty_call_is_dropped() {
     ] {
         assert_eq!(whole(false, text), expected, "{text}");
     }
+}
+
+#[test]
+fn name_may_be_a_tag() {
+    let values = STRINGS.iter().filter(|(_, quotes)| !quotes).map(|(value, _)| *value);
+    for value in values.chain(["<?xml?>\n<a>\n  <i>1</i>\n</a>", "<s>\nx\n</s>", "a</s> b <n> c"]) {
+        let expected = [("f".to_owned(), json!({"s": value, "n": 5}))];
+        let body = format!("<s>\n{value}\n</s>\n<n>5</n>\n");
+        let object = expected[0].1.to_string();
+        for header in
+            ["<function=f>\n", "<name>f</name>\n", "<tool_name> f </tool_name>", "<function_name>f</function_name>\n"]
+        {
+            for wrapper in ["arguments", "parameters", "args", "input"] {
+                for body in
+                    [&body, &format!("<parameter=s>\n{value}\n</parameter>\n<parameter=n>5</parameter>\n"), &object]
+                {
+                    for end in ["</function>\n</tool_call>", "</tool_call>", ""] {
+                        let text = format!("Ok.\n<tool_call>\n{header}<{wrapper}>\n{body}</{wrapper}>\n{end}");
+                        let (content, calls) = answer(streamed(false, &tools(), &text, false));
+                        assert_eq!((content.trim(), &calls[..]), ("Ok.", &expected[..]), "{text}");
+                    }
+                }
+            }
+            let text = format!("<tool_call>\n{header}{body}</function>\n</tool_call>");
+            assert_eq!(answer(whole(false, &text)), (String::new(), expected.to_vec()), "{text}");
+        }
+        let text = format!("<function=f>\n{body}</function>");
+        assert_eq!(answer(whole(true, &text)), (String::new(), expected.to_vec()), "{text}");
+    }
+}
+
+#[test]
+fn name_may_be_the_closing_tag() {
+    for value in STRINGS
+        .iter()
+        .filter(|(value, quotes)| !quotes && !value.ends_with('\n'))
+        .map(|(value, _)| *value)
+        .chain(["<s>x</s>\ny", "<a>\n</a>"])
+    {
+        for rest in ["<parameter=n>\n5\n</n>\n</function>", "<parameter=n>5</parameter>\n</function>\n</tool_call>"] {
+            for end in ["\n</s>\n", "</s>\n", "\n  </s>\n"] {
+                let deltas = read(&format!("<parameter=s>\n{value}{end}{rest}"));
+                let expected = vec![("f".to_owned(), json!({"s": value, "n": 5}))];
+                assert_eq!(answer(deltas), (String::new(), expected), "{value}{end}{rest}");
+            }
+        }
+    }
+    for value in ["<a>\n<s>\nx\n</s>\n</a>", "x\n</s>", "<s>\n<n>\n5\n</n>\n</s>", "</s> x", "</n>\n</o>"] {
+        let deltas = read(&format!("<parameter=s>\n{value}\n</parameter>\n</function>\n</tool_call>"));
+        assert_eq!(answer(deltas).1, [("f".to_owned(), json!({"s": value}))], "{value}");
+    }
+}
+
+#[test]
+fn name_tags_in_values_are_text() {
+    let names = ["html", "content", "path", "func", "tool_call_id", "a=b", "src/", ""];
+    let properties: serde_json::Map<_, _> =
+        names.iter().map(|name| (name.to_string(), json!({"type": "string"}))).collect();
+    let tool = json!({"name": "f", "parameters": {"type": "object", "properties": properties}});
+    let check = |body: &str, arguments: Value, content: &str| {
+        for end in ["\n</function>\n</tool_call>", "</function>", "\n</tool_call>", ""] {
+            let text = format!("<tool_call>\n<function=f>\n{body}{end}");
+            let (actual, calls) = answer(streamed(false, std::slice::from_ref(&tool), &text, false));
+            assert_eq!((actual.trim(), &calls[..]), (content, &[("f".to_owned(), arguments.clone())][..]), "{text}");
+        }
+    };
+    for value in [
+        "<html>\nx\n</html>",
+        "<html>x</html>",
+        "<html lang=\"en\">\nx\n</html>",
+        "<html\nlang=\"en\">\n<html>x</html>\n</html>",
+        "<args>\nx\n</args>",
+        "<path d=\"M0\">\n<a/>\n</path>",
+        "<path>\nx\n</path>",
+        "<content>\n<path>\nx\n</path>\n</content>",
+        "<content type=\"a\">\nx\n</content>",
+        "x\n</arguments>",
+        "x\n</path>\n</html>\ny",
+    ] {
+        let (html, both) = (json!({"html": value}), json!({"html": value, "path": "p"}));
+        if !value.contains("\n</html>\ny") {
+            check(&format!("<parameter=html>\n{value}"), html.clone(), "");
+            check(&format!("<parameter=html>\n{value}\n<parameter=path>\np\n</parameter>"), both, "");
+            check(&format!("<parameter=html>\n{value}\n</html>"), html.clone(), "");
+        }
+        check(&format!("<parameter=html>\n{value}\n</parameter>"), html, "");
+        for path in ["<path>p</path>", "<path>\np\n</path>"] {
+            let both = json!({"content": value, "path": "p"});
+            check(&format!("<content>\n{value}\n</content>\n{path}"), both.clone(), "");
+            check(&format!("<args>\n<content>\n{value}\n</content>\n{path}\n</args>"), both, "");
+        }
+        check(&format!("<content>\n{value}\n</content>"), json!({"content": value}), "");
+    }
+    check("<parameter=src/>\nx\n</parameter>", json!({"src/": "x"}), "");
+    check("<parameter=a=b>\nx\n</parameter>", json!({"a=b": "x"}), "");
+    for (body, content) in [("<a=b>x</a=b>", "<a=b>x</a=b>"), ("<func>go", "<func>go"), ("<>x</>", "<>x</>")] {
+        check(body, json!({}), content);
+    }
+    for text in ["<tool_call>\n<function=/>\n</tool_call>", "<function=/>\n</function>"] {
+        let names: Vec<_> = answer(whole(false, text)).1.into_iter().map(|(name, _)| name).collect();
+        assert!(names.iter().all(|name| name == "/"), "{text}");
+    }
+}
+
+#[test]
+fn name_tags_elsewhere_are_text() {
+    for text in [
+        "<tool_call>\n<name>h</name>\n<s>x</s>\n</tool_call>",
+        "<name>f</name>\n<s>x</s>",
+        "<s>x</s>",
+        "<tool_call>\n<name>f</b>",
+    ] {
+        assert_eq!(whole(false, text), [format!("C {text}")]);
+    }
+    let deltas = read("note: <s>x</s>\n<n>5</n>\n</function>");
+    assert_eq!(answer(deltas), ("note: <s>x</s>\n<n>5</n>\n".into(), vec![("f".into(), json!({}))]));
+    let no_names = json!({"name": "f", "parameters": {"type": "object", "properties": {}}});
+    let deltas =
+        streamed(false, &[no_names], "<tool_call>\n<name>f</name>\n<arguments>\n</arguments>\n</tool_call>", false);
+    assert_eq!(deltas, ["0 f", "0 {}"]);
+    assert_eq!(whole(false, "<tool_call>\n<function=f/>\n</tool_call>"), ["0 f", "0 {}"]);
 }
