@@ -12,8 +12,8 @@ answer of that rule. A condition is an expression of Jinja with these names:
     last     text of the last message of the user
     images   number of images in the conversation
 
-The script is in the weights. The two layers, a delta net and attention, add zero to the residual, so the logits depend
-on the last token alone. With both kinds of layers, prompts are cached in memory and on the disk like those of a real
+The script is in the weights. The two layers, a delta net and attention, add too little to change the residual, so the
+logits depend on the last token alone. With both kinds of layers, prompts are cached in memory and on the disk like those of a real
 model. Each token of the script has its own direction in the embeddings, and the row of the next token in the head has
 the same. The chat template ends the prompt with a token that starts an answer. The tokenizer is that of the demo model,
 so long prompts have a realistic number of tokens. The vision tower is that of tests/fixtures/vision.
@@ -145,16 +145,19 @@ def vision_tensors():
 
 def write_weights(path, chains, vocabulary, end):
     one, gain = struct.pack("<H", 0x3F80), struct.pack("<H", 0x4080)  # 1.0 and 4.0 in bf16
+    # 2^-100, too small to change a sum. The server logs a matrix that is zero.
+    tiny = struct.pack("<H", 0x0D80)
     tensors = dict(vision_tensors())
 
-    def tensor(name, *shape, fill=b"\0\0", kind="BF16"):
+    def tensor(name, *shape, fill=tiny, kind="BF16"):
         size = 1
         for n in shape:
             size *= n
         tensors["language_model." + name] = (kind, shape, bytearray((fill if kind == "BF16" else bytes(4)) * size))
         return tensors["language_model." + name][2]
 
-    embeddings, head = tensor("model.embed_tokens.weight", vocabulary, HIDDEN), tensor("lm_head.weight", vocabulary, HIDDEN)
+    ends = "model.embed_tokens.weight", "lm_head.weight"
+    embeddings, head = (tensor(name, vocabulary, HIDDEN, fill=b"\0\0") for name in ends)
 
     def put(matrix, row, column, value):
         at = 2 * (row * HIDDEN + column)
@@ -190,8 +193,7 @@ def write_weights(path, chains, vocabulary, end):
     for at in ("model.layers.0.", "model.layers.1."):
         tensor(at + "input_layernorm.weight", HIDDEN, fill=one)
         tensor(at + "post_attention_layernorm.weight", HIDDEN, fill=one)
-        # The server reports a layer of which every matrix is zero.
-        tensor(at + "mlp.gate.weight", EXPERTS, HIDDEN, fill=one)
+        tensor(at + "mlp.gate.weight", EXPERTS, HIDDEN)
         tensor(at + "mlp.shared_expert_gate.weight", 1, HIDDEN)
         for part, shape in (("shared_expert", ()), ("switch_mlp", (EXPERTS,))):
             tensor(f"{at}mlp.{part}.gate_proj.weight", *shape, INNER, HIDDEN)

@@ -217,6 +217,16 @@ fn repeated_tensor_needs_an_index() {
 }
 
 #[test]
+fn transposed_convolution_is_refused() {
+    let mut layout = Layout::of("affine4");
+    let (name, (_, shape, _)) = layout.tensors.iter_mut().find(|(name, _)| name.ends_with("conv1d.weight")).unwrap();
+    shape.reverse();
+    let (name, shape) = (name.clone(), shape.clone());
+    let error = layout.refusal();
+    assert!(error.contains(&name) && error.contains(&format!("{shape:?}")), "{error}");
+}
+
+#[test]
 fn blank_embedding_and_head_are_refused() {
     let blank = |parts: &[&str]| {
         let mut layout = Layout::of("affine4");
@@ -227,6 +237,9 @@ fn blank_embedding_and_head_are_refused() {
     for (part, what) in [("embed_tokens", "the embedding"), ("lm_head", "the LM head"), ("", "the embedding")] {
         let error = blank(&[part]).refusal();
         assert!(error.contains(&format!("{what} is zero, as in a file whose download did not end")), "{part}: {error}");
+    }
+    for part in ["embed_tokens.weight", "embed_tokens.scales", "lm_head.weight", "lm_head.scales"] {
+        assert!(blank(&[part]).refusal().contains(" is zero, as in a file whose download did not end"), "{part}");
     }
     // A layer that is zero does nothing.
     blank(&["layers.0."]).logits();

@@ -101,6 +101,8 @@ struct ReaderState {
     finished: AtomicU64,
     finished_changed: Condvar,
     metrics: Arc<Metrics>,
+    /// True if a read found zeros only, which is logged once.
+    has_logged_zeros: AtomicBool,
     /// True if layers may use an expert before its checksum is verified.
     verify_in_background: AtomicBool,
     /// The system's count of bytes read by this process when the pool started, minus the metric's value at that time.
@@ -138,6 +140,7 @@ impl ExpertReader {
             finished: AtomicU64::new(0),
             finished_changed: Condvar::new(),
             metrics,
+            has_logged_zeros: AtomicBool::new(false),
             verify_in_background: AtomicBool::new(false),
             disk_base: disk_bytes_read().map(|now| now.saturating_sub(counted)),
         });
@@ -456,6 +459,11 @@ impl ReaderState {
             self.metrics.ssd_read_seconds.observe(begin.elapsed().as_secs_f64());
             Ok(got)
         });
+        if result.is_ok() && into.iter().all(|byte| *byte == 0) && !self.has_logged_zeros.swap(true, Ordering::Relaxed)
+        {
+            let file = self.source.path(read.file);
+            tracing::warn!(file = %file.display(), offset = read.offset, "an expert is zero, as in a file whose download did not end");
+        }
         result.map_err(|error| match error.kind() {
             io::ErrorKind::UnexpectedEof => {
                 let size = self.source.size(read.file).unwrap_or(0);

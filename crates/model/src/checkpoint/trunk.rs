@@ -215,6 +215,16 @@ impl Checkpoint {
         Ok((0..len).map(|index| float.get(&bytes, index)).collect())
     }
 
+    /// Reads a convolution over time of each channel. `[C, 1, K]` and `[C, K, 1]` have the same order of values.
+    pub fn convolution(&self, name: &str, channels: usize, width: usize) -> Result<Vec<f32>, ModelError> {
+        let entry = self.get(name)?;
+        let is_side = |side: &&usize| **side != 1;
+        if !entry.shape.iter().filter(is_side).eq([channels, width].iter().filter(is_side)) {
+            return Err(self.mismatch(name, entry, format!("floats [{channels}, {width}, 1]")));
+        }
+        self.vector(name, channels * width)
+    }
+
     /// Reads a small tensor of 64-bit integers. `None` if the checkpoint does not have the tensor.
     pub fn integers(&self, name: &str) -> Result<Option<Vec<i64>>, ModelError> {
         let Some(entry) = self.find(name) else { return Ok(None) };
@@ -420,10 +430,8 @@ pub struct TrunkLoader<'a> {
     slab: Option<Slab>,
     /// Total bytes of the matrices so far.
     len: usize,
-    /// Bytes of the matrices that have been compared with zero.
-    checked: usize,
-    /// The file of the last matrix.
-    last_file: &'a Path,
+    /// Names and files of matrices with a part (codes, scales or biases) that is zero, until they are reported.
+    zero: Vec<(String, &'a Path)>,
     vectors: Vec<f32>,
     /// The buffers of matrices and of small vectors.
     buffers: [ReservedBuffer; 2],
@@ -437,8 +445,7 @@ impl<'a> TrunkLoader<'a> {
             from,
             slab: None,
             len: 0,
-            checked: 0,
-            last_file: &from.index.dir,
+            zero: Vec::new(),
             vectors: Vec::new(),
             buffers: [ReservedBuffer::Matrices, ReservedBuffer::Vectors],
             progress: None,
@@ -466,32 +473,22 @@ impl<'a> TrunkLoader<'a> {
         self.len
     }
 
-    /// Checks that the embedding or the head `part`, which was read last, is not zero.
+    /// Checks that no matrix of `part`, which was read last, is zero.
     ///
     /// # Errors
-    /// All bytes are zero. Programs that download reserve a file's whole size at the start, so the file looks complete.
+    /// A matrix is zero. Programs that download reserve a file's whole size at the start, so the file looks complete.
     pub fn check_not_zero(&mut self, part: &str) -> Result<(), ModelError> {
-        if !self.are_new_matrices_zero() {
-            return Ok(());
-        }
+        let Some((_, file)) = std::mem::take(&mut self.zero).into_iter().next() else { return Ok(()) };
         let why = format!("{part} is zero, as in a file whose download did not end; download it again");
-        Err(StoreError::NotACheckpoint { path: self.last_file.to_path_buf(), why }.into())
+        Err(StoreError::NotACheckpoint { path: file.to_path_buf(), why }.into())
     }
 
-    /// Logs that the layer which was read last is zero. It is no error, because such a layer only does nothing.
-    pub fn report_zero_layer(&mut self, layer: usize) {
-        if self.are_new_matrices_zero() {
-            let file = self.last_file.display();
-            tracing::warn!(layer, %file, "a layer is zero, as in a file whose download did not end");
+    /// Logs that matrices which were read last are zero. A model that is made by hand may have them.
+    pub fn report_zero(&mut self) {
+        let zero = std::mem::take(&mut self.zero);
+        if let Some((name, file)) = zero.first() {
+            tracing::warn!(count = zero.len(), file = %file.display(), "{name} is zero, as in a file whose download did not end");
         }
-    }
-
-    /// True if all matrices that were read since the last call are zero.
-    fn are_new_matrices_zero(&mut self) -> bool {
-        let range = std::mem::replace(&mut self.checked, self.len)..self.len;
-        let Some(slab) = &mut self.slab else { return false };
-        let read = &slab.as_mut_slice()[range];
-        !read.is_empty() && read.iter().all(|byte| *byte == 0)
     }
 
     /// Returns the filled buffers: first the matrices, then the vectors.
@@ -525,8 +522,7 @@ impl<'a> TrunkLoader<'a> {
         let from = self.from;
         for (part, entry) in parts.iter_mut().zip(entries) {
             let Some(entry) = entry else { continue };
-            self.last_file = from.index.path(entry);
-            *part = self.append(entry.len, |bytes| from.read_into(entry, bytes))?;
+            *part = self.append(path, entry, entry.len, |bytes| from.read_into(entry, bytes))?;
         }
         Ok(Weight { codes, rows, cols, global_scale, parts })
     }
@@ -546,8 +542,7 @@ impl<'a> TrunkLoader<'a> {
             let mut regions = [Region::default(); 3];
             for ((region, entry), width) in regions.iter_mut().zip(&entries).zip(widths) {
                 let Some(entry) = entry else { continue };
-                self.last_file = from.index.path(entry);
-                *region = self.append(rows * width, |bytes| {
+                *region = self.append(path, entry, rows * width, |bytes| {
                     let all = from.read(entry)?;
                     for (row, from) in bytes.chunks_exact_mut(width).zip(all.chunks_exact(parts * width)) {
                         row.copy_from_slice(&from[part * width..(part + 1) * width]);
@@ -574,16 +569,23 @@ impl<'a> TrunkLoader<'a> {
         Region { buffer: self.buffers[1].number(), offset, len: values.len() * 4 }
     }
 
-    /// Appends `len` bytes to the slab, which `fill` writes. A loader that computes sizes does not call `fill`.
+    /// Appends `len` bytes of `entry`, a part of the matrix `path`, to the slab, which `fill` writes. A loader that
+    /// computes sizes does not call `fill`.
     fn append(
         &mut self,
+        path: &str,
+        entry: &TensorEntry,
         len: usize,
         fill: impl FnOnce(&mut [u8]) -> Result<(), ModelError>,
     ) -> Result<Region, ModelError> {
         let offset = self.len.next_multiple_of(ALIGN);
         self.len = offset + len;
         if let Some(slab) = &mut self.slab {
-            fill(&mut slab.as_mut_slice()[offset..self.len])?;
+            let bytes = &mut slab.as_mut_slice()[offset..self.len];
+            fill(bytes)?;
+            if bytes.iter().all(|byte| *byte == 0) {
+                self.zero.push((path.into(), self.from.index.path(entry)));
+            }
             if let Some(progress) = &mut self.progress {
                 progress(self.len as u64, slab.len() as u64);
             }

@@ -147,7 +147,7 @@ impl Network {
             if let Some(ngram) = config.ngrams.iter().find(|ngram| ngram.layer == index) {
                 layer.ngram = Some(NgramWeights::load(trunk, ngram, config)?);
             }
-            trunk.report_zero_layer(index);
+            trunk.report_zero();
             layers.push(layer);
         }
         let head = if config.tied { None } else { Some(trunk.weight(names::LM_HEAD, config.vocab, hidden)?) };
@@ -245,8 +245,8 @@ impl NgramWeights {
         let prefix = format!("{}ple.", names::layer_prefix(shape.layer));
         let width = config.residual_width();
         let path = |name: &str| format!("{prefix}{name}");
-        // [C, 1, K] or [C, K, 1]: the same order of values. The operation reads [K, C].
-        let raw = trunk.from.vector(&path("conv1d.weight"), width * shape.conv_width)?;
+        // The operation reads [K, C].
+        let raw = trunk.from.convolution(&path("conv1d.weight"), width, shape.conv_width)?;
         let conv: Vec<f32> =
             (0..shape.conv_width).flat_map(|at| raw.iter().skip(at).step_by(shape.conv_width).copied()).collect();
         Ok(Self {
@@ -337,8 +337,8 @@ impl DeltaNetWeights {
         let hidden = config.hidden;
         let d = &config.delta;
         let path = |name: &str| format!("{prefix}linear_attn.{name}");
-        // [C, K, 1] in MLX, [C, 1, K] in Hugging Face: the same order of values. The operation reads [K, C].
-        let raw = trunk.from.vector(&path("conv1d.weight"), d.channels() * d.conv_width)?;
+        // The operation reads [K, C].
+        let raw = trunk.from.convolution(&path("conv1d.weight"), d.channels(), d.conv_width)?;
         let conv: Vec<f32> =
             (0..d.conv_width).flat_map(|at| raw.iter().skip(at).step_by(d.conv_width).copied()).collect();
         let rate: Vec<f32> = trunk.from.vector(&path("A_log"), d.value_heads)?.iter().map(|a| -a.exp()).collect();

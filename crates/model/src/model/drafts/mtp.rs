@@ -226,6 +226,7 @@ impl MtpInfo {
         let mut trunk = TrunkLoader::read(&from, len as usize)?
             .with_buffers([ReservedBuffer::MtpMatrices, ReservedBuffer::MtpVectors]);
         let MtpWeights { fc, norms, layer, before_head, .. } = MtpWeights::load(&mut trunk, &config)?;
+        trunk.report_zero();
         let weights = trunk.finish()?;
         let mut net = Network { embed: model.embed, layers: vec![layer], before_head, head: Some(*model.head()) };
         let store = if map.layers.is_empty() {

@@ -222,6 +222,30 @@ mod tests {
         assert!(matches!(tower.rows(&image, Some(&|| false)), Err(ModelError::GivenUp)));
     }
 
+    #[test]
+    fn weights_that_are_zero_are_refused() {
+        let (_, index) = fixture("mlx_4bit");
+        let image = Image {
+            height: 2,
+            width: 2,
+            pixels: RgbImage { height: 64, width: 64, data: vec![7; 64 * 64 * 3] },
+            ..Image::default()
+        };
+        for part in ["patch_embed.proj", "blocks.0.attn.qkv", "blocks.1.mlp.linear_fc2", "merger.linear_fc1"] {
+            let dir = tempfile::tempdir().unwrap();
+            let mut bytes = std::fs::read(&index.files[0]).unwrap();
+            let zeroed = index.tensors.iter().filter(|(name, _)| name.contains(&format!("{part}.")));
+            zeroed.for_each(|(_, entry)| bytes[entry.offset as usize..][..entry.len].fill(0));
+            std::fs::write(dir.path().join("model.safetensors"), bytes).unwrap();
+            std::fs::copy(index.dir.join("config.json"), dir.path().join("config.json")).unwrap();
+            let index = Index::open(dir.path()).unwrap();
+            let hidden = model_config::json(dir.path()).unwrap()["text_config"]["hidden_size"].as_u64().unwrap();
+            let tower = open(dir.path(), &index, hidden as usize).unwrap();
+            let error = tower.rows(&image, None).unwrap_err().to_string();
+            assert!(error.contains(&format!("{part}.weight is zero")), "{part}: {error}");
+        }
+    }
+
     /// A GPU computes with bf16 whatever the checkpoint has.
     #[test]
     fn plan_counts_the_blocks_as_bf16() {

@@ -15,7 +15,7 @@ use crate::{
 };
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{LayerNorm, Linear};
-use moestro_base::platform::Threads;
+use moestro_base::{error::StoreError, platform::Threads};
 use serde_json::Value;
 use std::{cell::RefCell, sync::Arc};
 
@@ -138,6 +138,7 @@ impl TowerWeights {
 
     pub fn linear(&self, path: &str, rows: usize, cols: usize) -> Result<Linear, ModelError> {
         let weight = dequantize::matrix(&self.from, &name(path), rows, cols, &self.threads)?;
+        self.check_not_zero(&format!("{path}.weight"), &weight)?;
         let bias = self.vector(&format!("{path}.bias"), rows)?;
         Ok(Linear::new(self.tensor(weight, &[rows, cols])?, Some(self.tensor(bias, &[rows])?)))
     }
@@ -154,6 +155,7 @@ impl TowerWeights {
         let cols = config.patch_values();
         let channels_last = self.patch_shape(config)?;
         let stored = self.vector("patch_embed.proj.weight", rows * cols)?;
+        self.check_not_zero("patch_embed.proj.weight", &stored)?;
         let weight = if channels_last {
             // MLX's layout [rows, frames, patch, patch, channels].
             let column = |row: usize, col: usize| {
@@ -187,6 +189,17 @@ impl TowerWeights {
     /// The position table `[table_side^2, hidden]`.
     pub fn position_table(&self, config: &VisionConfig) -> Result<Vec<f32>, ModelError> {
         dequantize::matrix(&self.from, &name("pos_embed"), config.table_side.pow(2), config.hidden, &self.threads)
+    }
+
+    /// Checks that the weights `values` of the tensor `path` are not zero, as in a file whose download did not end.
+    fn check_not_zero(&self, path: &str, values: &[f32]) -> Result<(), ModelError> {
+        if values.iter().any(|value| *value != 0.0) {
+            return Ok(());
+        }
+        let path = name(path);
+        let file = self.from.index.path(self.from.get(&path)?).to_path_buf();
+        let why = format!("{path} is zero, as in a file whose download did not end; download it again");
+        Err(StoreError::NotACheckpoint { path: file, why }.into())
     }
 
     fn vector(&self, path: &str, len: usize) -> Result<Vec<f32>, ModelError> {

@@ -92,6 +92,7 @@ impl DflashModel {
         let DflashCheckpoint { config, checkpoint, weights } = checkpoint_info;
         let mut trunk = TrunkLoader::read(checkpoint, *weights as usize)?;
         let net = DflashWeights::load(&mut trunk, config)?;
+        trunk.check_not_zero("the DFlash draft")?;
         let [matrices, _] = trunk.finish()?;
         let mut backend = Cpu::new(compute.clone());
         adopt_weights(&matrices, &mut backend)?;
