@@ -33,15 +33,19 @@ pub fn resolve(source: &ModelSource) -> Result<PathBuf, CommandError> {
         )
     } else if !dir.is_dir() {
         not_a_checkpoint("it is a file; a checkpoint is a directory with config.json, tokenizer.json and *.safetensors")
-    } else if !dir.join("config.json").exists() {
-        let is_adapter = dir.join("adapter_config.json").exists();
-        not_a_checkpoint(if is_adapter { "it is an adapter; merge it into its model" } else { "it has no config.json" })
     } else {
+        // Before `exists`, which is false for a link to a missing file and for a loop of links.
         for (name, most) in SMALL_FILES {
             let path = dir.join(name);
             check_small_file(&path, most).map_err(|source| StoreError::Io { path, source })?;
         }
-        Ok(dir)
+        if dir.join("config.json").exists() {
+            Ok(dir)
+        } else if dir.join("adapter_config.json").exists() {
+            not_a_checkpoint("it is an adapter; merge it into its model")
+        } else {
+            not_a_checkpoint("it has no config.json")
+        }
     }
 }
 
@@ -54,11 +58,12 @@ fn is_gguf(path: &Path) -> bool {
 
 /// The files of a checkpoint that are read whole, with their size limits in bytes. A pipe or a device in place of such
 /// a file is an error, because reading it could block.
-const SMALL_FILES: [(&str, u64); 4] = [
+const SMALL_FILES: [(&str, u64); 5] = [
     ("config.json", 32 << 20),
     ("generation_config.json", 32 << 20),
     ("tokenizer.json", 256 << 20),
     ("tokenizer_config.json", 32 << 20),
+    ("chat_template.jinja", 32 << 20),
 ];
 
 /// A checkpoint without its weights: tokenizer, chat template and sampling defaults.
@@ -94,6 +99,13 @@ impl CheckpointMeta {
         let template = Template::find(&dir)?;
         let ends = end_tokens(&dir, &tokenizer, template.as_ref())?;
         let generation = flags.or(GenerationDefaults::read(&dir)?).or(GenerationDefaults::ending_at(ends));
+        // Without its added tokens, a tokenizer encodes the marks of the chat template as text.
+        if let Some(first) = generation.eos.first()
+            && generation.eos.iter().all(|id| tokenizer.token(*id).is_none())
+        {
+            let why = format!("its tokenizer.json has no token {first}, which ends an answer");
+            return Err(StoreError::NotACheckpoint { path: dir, why }.into());
+        }
         Ok(Self { dir, name, tokenizer: Arc::new(tokenizer), template, generation })
     }
 

@@ -2,10 +2,12 @@
 //! message.
 
 use crate::program::moestro;
+use serde_json::{Value, json};
 use std::{
     fs,
     io::{BufRead, BufReader, Write},
     net::TcpListener,
+    os::unix::fs::symlink,
     path::Path,
     process::Stdio,
     thread,
@@ -194,8 +196,8 @@ fn damaged_checkpoints_get_a_sentence() {
         }
         dir
     };
-    let config: serde_json::Value = serde_json::from_slice(&fs::read(demo().join("config.json")).unwrap()).unwrap();
-    let with = |name: &str, change: &dyn Fn(&mut serde_json::Value)| {
+    let config: Value = serde_json::from_slice(&fs::read(demo().join("config.json")).unwrap()).unwrap();
+    let with = |name: &str, change: &dyn Fn(&mut Value)| {
         let (dir, mut config) = (copy(name, &[]), config.clone());
         change(&mut config);
         fs::write(dir.join("config.json"), config.to_string()).unwrap();
@@ -218,12 +220,18 @@ fn damaged_checkpoints_get_a_sentence() {
     let shards = copy("shards", &["model.safetensors"]);
     let index = r#"{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}"#;
     fs::write(shards.join("model.safetensors.index.json"), index).unwrap();
+    let unmarked = copy("unmarked", &[]);
+    let tokenizer = fs::read_to_string(unmarked.join("tokenizer.json")).unwrap();
+    let mut tokenizer: Value = serde_json::from_str(&tokenizer).unwrap();
+    tokenizer["added_tokens"] = json!([]);
+    fs::write(unmarked.join("tokenizer.json"), tokenizer.to_string()).unwrap();
     for (dir, sentence) in [
         (gguf, "GGUF file, which Moestro does not read; pull an MLX version"),
         (gguf_dir, "GGUF file, which Moestro does not read; pull an MLX version"),
         (empty, "not a checkpoint: it has no config.json"),
         (with("llama", &|config| config["model_type"] = "llama".into()), "is not supported"),
         (copy("words", &["tokenizer.json"]), "it has no tokenizer.json"),
+        (unmarked, "its tokenizer.json has no token 2038, which ends an answer"),
         (pointer, "it is a Git LFS pointer, not the file; fetch it with `git lfs pull`"),
         (truncated, "it is truncated"),
         (adapter, "not a checkpoint: it is an adapter; merge it into its model"),
@@ -231,6 +239,60 @@ fn damaged_checkpoints_get_a_sentence() {
     ] {
         let text = output_of(home.path(), "", &["generate", dir.to_str().unwrap(), "-p", "Hi"]);
         assert!(text.contains(sentence), "{}\nneeds: {sentence}\nsaid:  {text}", dir.display());
+    }
+}
+
+#[test]
+fn links_that_lead_nowhere_are_named() {
+    let home = tempfile::tempdir().unwrap();
+    for name in
+        ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
+    {
+        for (target, sentence) in [(name, "symbolic links"), ("nowhere", "a link to a missing file; download it again")]
+        {
+            let dir = tempfile::tempdir_in(home.path()).unwrap();
+            for entry in fs::read_dir(demo()).unwrap().flatten().filter(|entry| entry.file_name() != name) {
+                symlink(entry.path(), dir.path().join(entry.file_name())).unwrap();
+            }
+            symlink(target, dir.path().join(name)).unwrap();
+            let text = output_of(home.path(), "", &["generate", dir.path().to_str().unwrap(), "-p", "Hi"]);
+            assert!(text.contains(&format!("{name}: ")) && text.contains(sentence), "{name} to {target}: {text}");
+        }
+    }
+}
+
+/// A copy of the demo model in which the tensors that have `part` in their names are zero.
+fn with_zeros(home: &Path, part: &str) -> tempfile::TempDir {
+    let dir = tempfile::tempdir_in(home).unwrap();
+    for entry in fs::read_dir(demo()).unwrap().flatten() {
+        fs::copy(entry.path(), dir.path().join(entry.file_name())).unwrap();
+    }
+    let file = dir.path().join("model.safetensors");
+    let mut bytes = fs::read(&file).unwrap();
+    let start = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let header: serde_json::Map<String, Value> = serde_json::from_slice(&bytes[8..start]).unwrap();
+    for (_, tensor) in header.iter().filter(|(name, _)| name.contains(part)) {
+        let [from, to] = [0, 1].map(|end| start + tensor["data_offsets"][end].as_u64().unwrap() as usize);
+        bytes[from..to].fill(0);
+    }
+    fs::write(&file, bytes).unwrap();
+    dir
+}
+
+#[test]
+fn weights_that_are_zero_are_logged() {
+    let home = tempfile::tempdir().unwrap();
+    let matrices =
+        ["linear_attn.in_proj_qkv", "linear_attn.out_proj", "self_attn.o_proj", "mlp.gate", "shared_expert.up_proj"];
+    let parts = ["weight", "scales"];
+    let trunk = matrices.into_iter().flat_map(|matrix| parts.map(|part| (matrix, part, matrix)));
+    let experts = ["switch_mlp.gate_proj", "switch_mlp.up_proj", "switch_mlp.down_proj"];
+    let experts = experts.into_iter().flat_map(|matrix| parts.map(|part| (matrix, part, "an expert")));
+    for (matrix, part, what) in trunk.chain(experts) {
+        let dir = with_zeros(home.path(), &format!("{matrix}.{part}"));
+        let text = output_of(home.path(), "", &["generate", dir.path().to_str().unwrap(), "-p", "Hi", "-n", "4"]);
+        let sentence = "is zero, as in a file whose download did not end";
+        assert!(text.contains(&format!("{what} {sentence}")), "{matrix}.{part}: {text}");
     }
 }
 

@@ -36,6 +36,9 @@ const MAX_BYTES: u64 = 1 << 30;
 /// Highest plausible token id. A file with a higher id is damaged.
 const MAX_ID: u32 = 1 << 24;
 
+/// A text that every tokenizer must keep.
+const SAMPLE: &str = "a b\nc";
+
 impl Tokenizer {
     /// Reads `tokenizer.json` in a model's directory.
     pub fn load(dir: &Path) -> Result<Self, ChatError> {
@@ -87,7 +90,13 @@ impl Tokenizer {
         let added = added.into_iter().map(|(id, _)| id).collect();
         let cuts = Cuts::of(&encoder);
         let longest_token = longest_token(&encoder, &ends);
-        Ok(Self { encoder, bytes, ends, special, added, cuts, longest_token })
+        let tokenizer = Self { encoder, bytes, ends, special, added, cuts, longest_token };
+        // Without its byte-level step, a tokenizer drops the bytes that it cannot spell.
+        let ids = tokenizer.encode(SAMPLE)?;
+        if tokenizer.decode(&ids) != SAMPLE {
+            return Err(failed("it does not keep spaces and line feeds; its pre_tokenizer is not byte-level".into()));
+        }
+        Ok(tokenizer)
     }
 
     /// Encodes a text. Special tokens in the text are recognized. No special tokens are added.
@@ -250,6 +259,25 @@ mod tests {
         let replace = json!({"type": "Replace", "pattern": {"String": "a"}, "content": "aaaaaaaaaa"});
         for normalizer in [replace.clone(), json!({"type": "Sequence", "normalizers": [replace]})] {
             assert!(load(normalizer).unwrap().contains("the normalizer Replace is not supported"));
+        }
+    }
+
+    #[test]
+    fn tokenizer_that_drops_spaces_is_refused() {
+        let text = std::fs::read(test_support::demo().join("tokenizer.json")).unwrap();
+        let file: Value = serde_json::from_slice(&text).unwrap();
+        let splits = &file["pre_tokenizer"]["pretokenizers"];
+        let dir = tempfile::tempdir().unwrap();
+        let load = |pre_tokenizer: Value| {
+            let file = test_support::with(file.clone(), json!({"pre_tokenizer": pre_tokenizer}));
+            std::fs::write(dir.path().join("tokenizer.json"), file.to_string()).unwrap();
+            Tokenizer::load(dir.path()).err().map(|error| error.to_string())
+        };
+        let sequence = |parts: &[&Value]| json!({"type": "Sequence", "pretokenizers": parts});
+        assert_eq!(load(sequence(&[&splits[0], &splits[1]])), None);
+        assert_eq!(load(sequence(&[&splits[1]])), None);
+        for lossy in [Value::Null, sequence(&[]), sequence(&[&splits[0]])] {
+            assert!(load(lossy.clone()).unwrap().contains("pre_tokenizer is not byte-level"), "{lossy}");
         }
     }
 

@@ -43,6 +43,9 @@ pub fn read_small_file(path: &Path, max: u64) -> io::Result<Vec<u8>> {
 /// The path names another kind of file, or a larger file.
 pub fn check_small_file(path: &Path, max: u64) -> io::Result<()> {
     match std::fs::metadata(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound && path.is_symlink() => {
+            Err(io::Error::new(error.kind(), "a link to a missing file; download it again"))
+        }
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         Err(error) => Err(error),
         Ok(meta) if !meta.is_file() => Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file")),

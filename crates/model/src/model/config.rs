@@ -137,7 +137,11 @@ impl Config {
         let hidden = text.count("hidden_size", 1 << 20)?;
         let vocab = text.count("vocab_size", 1 << 24)?;
         let context = text.count_or("max_position_embeddings", 1 << 30, DEFAULT_CONTEXT)?;
-        let eps = text.number_or("rms_norm_eps", DEFAULT_EPS)? as f32;
+        let eps = text.number_or("rms_norm_eps", DEFAULT_EPS)?;
+        if !(0.0..0.1).contains(&eps) {
+            return refuse(format!("rms_norm_eps is {eps}, not a small positive number"));
+        }
+        let eps = eps as f32;
         let full = text.full_layers(layers)?;
         let (attention, rope_theta) = text.attention(eps)?;
         let mut config = Self {
@@ -487,6 +491,9 @@ mod tests {
             ("/text_config/num_hidden_layers", 7.into(), "layer_types"),
             ("/text_config/hidden_size", (-1).into(), "hidden_size"),
             ("/text_config/num_key_value_heads", 3.into(), "share"),
+            ("/text_config/rms_norm_eps", (-1).into(), "rms_norm_eps is -1,"),
+            ("/text_config/rms_norm_eps", 1.into(), "rms_norm_eps is 1,"),
+            ("/text_config/rms_norm_eps", 1e300.into(), "rms_norm_eps"),
         ] {
             assert_refused(demo(), pointer, value, word);
         }
