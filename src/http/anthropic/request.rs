@@ -356,6 +356,11 @@ fn tool(tool: &Value, index: usize) -> Result<Value, ApiError> {
             function.insert(ours.into(), value.clone());
         }
     }
+    if let Some(Value::Object(schema)) = function.get_mut("parameters")
+        && let Some(examples) = tool["input_examples"].as_array().filter(|examples| !examples.is_empty())
+    {
+        schema.insert("examples".into(), examples.clone().into());
+    }
     let has_schema = function.contains_key("parameters");
     if let Some(kind) = tool["type"].as_str().filter(|&kind| kind != "custom" && !has_schema) {
         let Some((description, parameters)) = client_tools::definition(tool) else {
@@ -490,12 +495,14 @@ mod tests {
     fn tools_and_tool_choice_are_translated() {
         let schema = json!({"type": "object"});
         let cache = json!({"type": "ephemeral"});
+        let examples = json!([{"a": 1}]);
         let tool = json!({"name": "f", "description": "d", "input_schema": schema, "strict": true,
-                          "cache_control": cache});
+                          "cache_control": cache, "input_examples": examples});
         let ask = |choice: Value| {
             let messages = json!([{"role": "user", "content": "Hi"}]);
             request(json!({"messages": messages, "tools": [tool], "tool_choice": choice}))
         };
+        let schema = with(schema, json!({"examples": examples}));
         let function = json!({"name": "f", "description": "d", "parameters": schema, "strict": true});
         let chat = ask(json!({"type": "auto"})).conversation(false).unwrap();
         assert_eq!(chat.tools, [json!({"type": "function", "function": function})]);

@@ -127,14 +127,16 @@ impl PartFormat {
         match (part["type"].as_str(), text) {
             (Some(kind), Some(text)) if self.types.contains(&kind) => Ok(text.to_owned()),
             (Some("document"), _) if source["type"] == "content" => {
-                self.text(&source["content"], &format!("{at}.source.content"), is_new)
+                Ok(titled(part, &self.text(&source["content"], &format!("{at}.source.content"), is_new)?))
             }
             (Some("search_result"), _) => {
                 let content = self.text(&part["content"], &format!("{at}.content"), is_new)?;
                 let lines = [part["title"].as_str(), source.as_str(), Some(&content)];
                 Ok(lines.into_iter().flatten().collect::<Vec<_>>().join("\n"))
             }
-            (Some("document"), text) if document.or(text).is_some() => Ok(document.or(text).unwrap_or_default().into()),
+            (Some("document"), text) if document.or(text).is_some() => {
+                Ok(titled(part, document.or(text).unwrap_or_default()))
+            }
             (Some("compaction"), _) if part["content"].is_string() => {
                 Ok(format!("{SUMMARY_INTRODUCTION}{}", part["content"].as_str().unwrap_or_default()))
             }
@@ -211,14 +213,20 @@ fn file_text(part: &Value) -> Option<String> {
     let (data, name) = match part["type"].as_str()? {
         "input_file" => (&part["file_data"], &part["filename"]),
         "file" => (&part["file"]["file_data"], &part["file"]["filename"]),
-        "document" if part["source"]["type"] == "base64" => (&part["source"]["data"], &part["title"]),
+        "document" if part["source"]["type"] == "base64" => (&part["source"]["data"], &Value::Null),
         _ => return None,
     };
     let data = data.as_str()?;
     let base64 = data.split_once(";base64,").map_or(data, |(_, base64)| base64);
     let text = String::from_utf8(BASE64.decode(base64).ok()?).ok()?;
     let is_text = !text.contains('\0') && !text.starts_with("%PDF-");
-    is_text.then(|| name.as_str().into_iter().chain([&*text]).collect::<Vec<_>>().join("\n"))
+    is_text.then(|| titled(part, &name.as_str().into_iter().chain([&*text]).collect::<Vec<_>>().join("\n")))
+}
+
+/// The text of a document after its title and the context that the client gives.
+fn titled(document: &Value, text: &str) -> String {
+    let lines = [document["title"].as_str(), document["context"].as_str(), Some(text)];
+    lines.into_iter().flatten().collect::<Vec<_>>().join("\n")
 }
 
 /// The kind of media in a part of type `kind`. `None` for an unknown type.
@@ -379,11 +387,11 @@ mod tests {
         let blocks = json!([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]);
         let found = json!({"type": "search_result", "source": "https://x", "title": "T", "content": blocks,
                            "citations": {"enabled": true}});
-        let document = |source: Value| json!({"type": "document", "source": source, "title": "T"});
+        let document = |source: Value| json!({"type": "document", "source": source, "title": "T", "context": "C"});
         let plain = document(json!({"type": "text", "media_type": "text/plain", "data": "d"}));
         let parts = document(json!({"type": "content", "content": blocks}));
         let text = format.text(&json!([found, plain, parts]), "m", true).unwrap();
-        assert_eq!(text, "T\nhttps://x\na\n\nb\n\nd\n\na\n\nb");
+        assert_eq!(text, "T\nhttps://x\na\n\nb\n\nT\nC\nd\n\nT\nC\na\n\nb");
         let error = format.text(&json!([{"type": "search_result", "content": 5}]), "m", true).unwrap_err();
         assert_eq!(error.body()["error"]["param"], "m[0].content");
     }

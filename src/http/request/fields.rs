@@ -133,7 +133,8 @@ const GENERATION_FIELDS: &[Field] = &[
 const CHAT_FIELDS: &[Field] = &[
     array(
         "messages",
-        "text, images, tool calls and results, `reasoning_content`; roles system, developer, user, assistant, tool",
+        "text, images, tool calls and results, `reasoning_content`, `refusal`; roles system, developer, user, assistant, tool; \
+         `name` is ignored: templates have no names",
     ),
     object("stream_options", "`include_usage`; `include_obfuscation` is ignored"),
     integer("max_completion_tokens", REMAINING_CONTEXT),
@@ -231,7 +232,8 @@ const RESPONSE_FIELDS: &[Field] = &[
     number("top_p", ""),
     array(
         "tools",
-        "functions, also in namespaces and in items, and a `tool_search` that the client runs; other types are ignored",
+        "functions, also in namespaces and in items, and a `tool_search` that the client runs; other types, and \
+         `output_schema`, `allowed_callers` and `async` of functions, are ignored",
     ),
     any("tool_choice", ""),
     boolean("parallel_tool_calls", ""),
@@ -266,7 +268,8 @@ const MESSAGE_FIELDS: &[Field] = &[
     string("model", MODEL),
     array(
         "messages",
-        "text, thinking, tool_use, tool_result, plain text documents; the answer continues a last message of the assistant",
+        "text, thinking, tool_use, tool_result, plain text documents; the answer continues a last message of the assistant; \
+         `citations` and `is_error` are ignored: an answer has no citations, and the content of a result says what failed",
     ),
     integer("max_tokens", REMAINING_CONTEXT),
     any("system", "a first block with a billing header is removed"),
@@ -275,7 +278,11 @@ const MESSAGE_FIELDS: &[Field] = &[
     number("temperature", ""),
     number("top_p", ""),
     integer("top_k", ""),
-    array("tools", "tools with an `input_schema`, and `bash`, `text_editor`, `memory` and `computer` with a date"),
+    array(
+        "tools",
+        "tools with an `input_schema`, and `bash`, `text_editor`, `memory` and `computer` with a date; `input_examples` are \
+         examples in the schema; `allowed_callers` and `eager_input_streaming` are ignored",
+    ),
     any("tool_choice", "including `disable_parallel_tool_use`"),
     object("thinking", "`type`, `budget_tokens`, `display`; off by default"),
     any("output_config", "`format`, `effort`"),

@@ -139,7 +139,9 @@ pub fn read_message(mut fields: Map<String, Value>, at: &str, is_new: bool) -> R
         Some(Value::String(text)) => Some(Content::from(text)),
         Some(parts @ Value::Array(_)) if role == Role::System => Some(PARTS.text(&parts, &content_at, is_new)?.into()),
         Some(parts @ Value::Array(_)) => Some(PARTS.content(&parts, &content_at, is_new)?),
-        None | Some(Value::Null) if role == Role::Assistant => None,
+        None | Some(Value::Null) if role == Role::Assistant => {
+            fields.get("refusal").and_then(Value::as_str).map(|text| text.to_owned().into())
+        }
         // The result of a function that returns nothing.
         Some(Value::Null) if role == Role::Tool => Some(String::new().into()),
         None | Some(Value::Null) => {
@@ -252,6 +254,16 @@ mod tests {
         assert_eq!(checked(vec![missing])[1]["tool_calls"][0]["function"]["arguments"], json!({}));
         let result = json!({"role": "tool", "tool_call_id": "c", "content": null});
         assert_eq!(checked(vec![result])[1]["content"], "");
+    }
+
+    #[test]
+    fn refusal_stands_for_absent_content() {
+        for (content, read) in [(Value::Null, json!("No.")), (json!("Yes."), json!("Yes."))] {
+            let message = json!({"role": "assistant", "content": content, "refusal": "No."});
+            assert_eq!(checked(vec![message])[1]["content"], read);
+        }
+        let message = json!({"role": "assistant", "content": null, "refusal": null});
+        assert_eq!(checked(vec![message])[1]["content"], Value::Null);
     }
 
     #[test]
