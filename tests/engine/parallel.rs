@@ -1,6 +1,8 @@
 //! Tests of several requests at the same time: their order, and failures that end only one of the requests.
 
-use super::scheduler::{MS, ask, engine, options, request, slow_model, wait_for_token, wait_until_idle};
+use super::scheduler::{
+    MS, answer, ask, engine, options, request, slow_model, wait_for_token, wait_until, wait_until_idle,
+};
 use mock_model::MockModel;
 use moestro_compute::device::{CpuArithmetic, CpuDevice};
 use moestro_engine::{
@@ -127,34 +129,28 @@ fn panic_ends_the_requests_of_its_pass() {
 
 #[test]
 fn verified_draft_needs_no_row() {
-    // The prompt repeats itself, so that drafts succeed while the request decodes alone. Other requests then join while
-    // verified tokens are still pending. The long answer may end before another request joins, so the test repeats
-    // this.
+    // The prompt repeats itself, so that drafts succeed while the request decodes alone. The model stops within the answer
+    // until other requests wait. These then join, at most stops while verified tokens are still pending.
     let ids = [10, 11, 12, 13, 14, 15].repeat(20);
-    let mock = MockModel { delay: MS, batch: 4, context: 1024, ..MockModel::default() };
-    let alone = collect(engine(&mock, options()).0.submit(request(&ids, 500)).unwrap()).0;
-    let (handle, ..) = engine(&mock, Options { speculate: DraftPolicy::Force, ..parallel(3) });
-    let both_happen = (0..100).any(|_| {
-        let mut long = handle.submit(request(&ids, 500)).unwrap();
-        // The first tokens are generated alone, with drafts.
-        let mut tokens = Vec::new();
-        while tokens.len() < 20 {
-            match long.blocking_recv() {
-                Some(Event::Token { id, .. }) => tokens.push(id),
-                Some(Event::Started { .. } | Event::Prefilled { .. }) => {}
-                other => panic!("{other:?}"),
-            }
-        }
-        for id in 20..40 {
-            let (tokens, end) = ask(&handle, request(&[9, id, 8], 9));
+    let alone = answer(&engine(&MockModel::default(), options()).0, &ids);
+    for stops_at in ids.len() + 10..ids.len() + 40 {
+        let mock = MockModel { batch: 4, context: 1024, ..MockModel::default() };
+        mock.stops_at.store(stops_at, Ordering::Relaxed);
+        let (handle, ..) = engine(&mock, Options { speculate: DraftPolicy::Force, ..parallel(3) });
+        let long = handle.submit(request(&ids, 500)).unwrap();
+        wait_until(|| mock.evaluated.load(Ordering::Relaxed) == stops_at, "the model stops");
+        let others: Vec<_> = (20..40).map(|id| (id, handle.submit(request(&[9, id, 8], 9)).unwrap())).collect();
+        mock.stops_at.store(usize::MAX, Ordering::Relaxed);
+        for (id, events) in others {
+            let (tokens, end) = collect(events);
             assert_eq!((tokens, end.unwrap().0), (vec![9, id, 8], Finish::Stop));
         }
-        let (rest, end) = collect(long);
+        let (tokens, end) = collect(long);
         let (finish, timings) = end.unwrap();
-        assert_eq!(([tokens, rest].concat(), finish), (alone.clone(), Finish::Stop));
-        timings.accepted_tokens > 0 && timings.decoding_sequences > timings.decode_passes
-    });
-    assert!(both_happen);
+        assert_eq!((&tokens, finish), (&alone, Finish::Stop));
+        let both_happen = timings.accepted_tokens > 0 && timings.decoding_sequences > timings.decode_passes;
+        assert!(both_happen, "{stops_at}: {timings:?}");
+    }
 }
 
 #[test]
