@@ -63,13 +63,18 @@ async fn prompts_may_exceed_the_queue() {
 
 #[tokio::test]
 async fn choices_are_generated_at_the_same_time() {
-    let setup = |parallel| Setup { parallel, delay: Duration::from_millis(1), ..Setup::default() };
+    let setup = |parallel, stops_at| Setup { parallel, stops_at, delay: Duration::from_millis(1), ..Setup::default() };
     let body = json!({"prompt": [TEXT, "A fox."], "n": 2, "max_tokens": 12, "temperature": 2, "seed": 5});
-    let alone = setup(1).start().await.ask(COMPLETIONS, &body).await;
+    let alone = setup(1, usize::MAX).start().await.ask(COMPLETIONS, &body).await;
     let [passes, sequences] = ["decode_passes", "decoding_sequences"].map(|name| &alone["timings"][name]);
     assert_eq!(passes, sequences, "{alone}");
-    let server = setup(3).start().await;
-    let together = server.ask(COMPLETIONS, &body).await;
+    // The model begins when three choices are submitted.
+    let server = setup(3, 0).start().await;
+    let begin = async {
+        server.load(3, 0).await;
+        server.resume();
+    };
+    let (together, ()) = tokio::join!(server.ask(COMPLETIONS, &body), begin);
     assert_eq!((&together["choices"], &together["usage"]), (&alone["choices"], &alone["usage"]));
     let [passes, sequences] =
         ["decode_passes", "decoding_sequences"].map(|name| together["timings"][name].as_u64().unwrap());

@@ -302,9 +302,10 @@ async fn slow_prompt_sends_empty_deltas() {
     // One chunk takes longer than the interval of events, or several chunks together do.
     for (delay, words) in [(20, 1), (2, 160)] {
         let delay = Duration::from_millis(delay);
-        let server = Setup { says: Some(THINKS), delay, configure: frequent_events, ..Setup::default() }.start().await;
+        let setup = Setup { says: Some(THINKS), stops_at: 0, configure: frequent_events, ..Setup::default() };
+        let server = setup.start().await;
         let body = with(with(question(), chat(&"word ".repeat(words))), json!({"max_tokens": 1}));
-        let events = server.events(MESSAGES, &body).await;
+        let events = server.evaluate_slowly(delay, server.events(MESSAGES, &body)).await;
         let is_empty = |event: &Value| event["delta"]["type"] == "thinking_delta" && event["delta"]["thinking"] == "";
         assert!(events.iter().any(is_empty), "{delay:?}: {events:?}");
         assert_eq!(accumulate(&events)["content"][0]["type"], "thinking");

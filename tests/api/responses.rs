@@ -406,8 +406,10 @@ async fn slow_prompt_repeats_in_progress() {
     // One chunk takes longer than the interval of events, or several chunks together do.
     for (delay, words) in [(20, 1), (2, 160)] {
         let delay = Duration::from_millis(delay);
-        let server = Setup { says: Some(THINKS), delay, configure: frequent_events, ..Setup::default() }.start().await;
-        let events = stream(&server, &json!({"input": "word ".repeat(words), "max_output_tokens": 1})).await;
+        let setup = Setup { says: Some(THINKS), stops_at: 0, configure: frequent_events, ..Setup::default() };
+        let server = setup.start().await;
+        let body = json!({"input": "word ".repeat(words), "max_output_tokens": 1});
+        let events = server.evaluate_slowly(delay, stream(&server, &body)).await;
         let repeated = events.iter().filter(|event| event["type"] == "response.in_progress").count();
         assert!(repeated > 1, "{delay:?}: {:?}", kinds(&events));
         assert_eq!(events.last().unwrap()["type"], "response.incomplete");

@@ -201,6 +201,21 @@ impl Server {
         panic!("{:?} is not ({running}, {queued})", self.engine.load());
     }
 
+    /// Lets a stopped model evaluate one token per `time` until `work` is done. The server's tasks and these steps have the
+    /// same thread. If a busy machine delays the thread, the model waits, too, unlike with [`Setup::delay`].
+    pub async fn evaluate_slowly<T>(&self, time: Duration, work: impl Future<Output = T>) -> T {
+        let steps = async {
+            loop {
+                tokio::time::sleep(time).await;
+                self.mock.stops_at.fetch_add(1, Ordering::Relaxed);
+            }
+        };
+        tokio::select! {
+            done = work => done,
+            () = steps => unreachable!("the steps never end"),
+        }
+    }
+
     /// Waits until no request is running or waiting.
     pub async fn idle(&self) {
         self.load(0, 0).await;

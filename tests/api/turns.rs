@@ -2,7 +2,7 @@
 
 use super::server::{COMPLETIONS, MESSAGES, RESPONSES, Server, Setup, chat, with};
 use serde_json::{Value, json};
-use std::{sync::Arc, time::Duration};
+use std::sync::Arc;
 use tokio::sync::mpsc::unbounded_channel;
 
 fn body(path: &str, user: &str, text: &str) -> Value {
@@ -15,9 +15,9 @@ fn body(path: &str, user: &str, text: &str) -> Value {
 
 #[tokio::test]
 async fn waiting_users_take_turns() {
-    let setup = Setup { delay: Duration::from_millis(2), says: Some("</think>\n\none two three"), ..Setup::default() };
-    let server: Arc<Server> = Arc::new(setup.start().await);
     for path in [COMPLETIONS, RESPONSES, MESSAGES] {
+        let setup = Setup { stops_at: 0, says: Some("</think>\n\none two three"), ..Setup::default() };
+        let server: Arc<Server> = Arc::new(setup.start().await);
         let (sender, mut ended) = unbounded_channel();
         let ask = |user: &'static str, text: String| {
             let (server, sender) = (server.clone(), sender.clone());
@@ -26,14 +26,17 @@ async fn waiting_users_take_turns() {
                 let _ = sender.send(user);
             })
         };
-        ask("ann", "word ".repeat(300));
+        ask("ann", "word ".repeat(30));
         server.load(1, 0).await;
         for (waiting, user) in ["ann", "ann", "bob", "ann"].into_iter().enumerate() {
             ask(user, "Hi.".into());
             server.load(1, waiting + 1).await;
         }
-        let order = [ended.recv().await, ended.recv().await, ended.recv().await].map(Option::unwrap);
-        assert_eq!(order, ["ann", "bob", "ann"], "{path}");
+        for (left, user) in [(3, "ann"), (2, "bob"), (1, "ann")] {
+            server.load_after_steps(1, left).await;
+            assert_eq!(ended.recv().await, Some(user), "{path}");
+        }
+        server.resume();
         server.idle().await;
     }
 }
