@@ -287,7 +287,7 @@ fn weights_that_are_zero_are_logged() {
     let parts = ["weight", "scales"];
     let trunk = matrices.into_iter().flat_map(|matrix| parts.map(|part| (matrix, part, matrix)));
     let experts = ["switch_mlp.gate_proj", "switch_mlp.up_proj", "switch_mlp.down_proj"];
-    let experts = experts.into_iter().flat_map(|matrix| parts.map(|part| (matrix, part, "an expert")));
+    let experts = experts.into_iter().flat_map(|matrix| parts.map(|part| (matrix, part, "a part of an expert")));
     for (matrix, part, what) in trunk.chain(experts) {
         let dir = with_zeros(home.path(), &format!("{matrix}.{part}"));
         let text = output_of(home.path(), "", &["generate", dir.path().to_str().unwrap(), "-p", "Hi", "-n", "4"]);

@@ -385,8 +385,11 @@ impl ReaderState {
         // and each read is taken from the queue by one thread. The slot is reused only after all its reads have ended.
         let into = unsafe { self.slab.bytes_mut(self.range(job)) };
         let Some(records) = self.source.pack_records() else {
-            let result = self.read_range(read, into);
-            return result.map_or_else(|error| ReadOutcome::Failed(self.failure(read, error)), |()| ReadOutcome::Done);
+            if let Err(error) = self.read_range(read, into) {
+                return ReadOutcome::Failed(self.failure(read, error));
+            }
+            self.report_zero(read, into.get(..read.needed).unwrap_or_default());
+            return ReadOutcome::Done;
         };
         let mut why = None;
         if !records.is_damaged(read.file, read.offset) {
@@ -420,6 +423,22 @@ impl ReaderState {
                 let both = format!("{why}the checkpoint cannot be read either: {error}");
                 ReadOutcome::Failed(self.failure(read, io::Error::new(error.kind(), both)))
             }
+        }
+    }
+
+    /// Logs the first read of a checkpoint that finds zeros only. A pack has checksums instead.
+    fn report_zero(&self, read: &ReadRange, bytes: &[u8]) {
+        let has_logged = &self.has_logged_zeros;
+        if !has_logged.load(Ordering::Relaxed)
+            && bytes.iter().all(|byte| *byte == 0)
+            && !has_logged.swap(true, Ordering::Relaxed)
+        {
+            let file = self.source.path(read.file);
+            tracing::warn!(
+                file = %file.display(),
+                offset = read.offset,
+                "a part of an expert is zero, as in a file whose download did not end"
+            );
         }
     }
 
@@ -459,11 +478,6 @@ impl ReaderState {
             self.metrics.ssd_read_seconds.observe(begin.elapsed().as_secs_f64());
             Ok(got)
         });
-        if result.is_ok() && into.iter().all(|byte| *byte == 0) && !self.has_logged_zeros.swap(true, Ordering::Relaxed)
-        {
-            let file = self.source.path(read.file);
-            tracing::warn!(file = %file.display(), offset = read.offset, "an expert is zero, as in a file whose download did not end");
-        }
         result.map_err(|error| match error.kind() {
             io::ErrorKind::UnexpectedEof => {
                 let size = self.source.size(read.file).unwrap_or(0);

@@ -430,7 +430,7 @@ pub struct TrunkLoader<'a> {
     slab: Option<Slab>,
     /// Total bytes of the matrices so far.
     len: usize,
-    /// Names and files of matrices with a part (codes, scales or biases) that is zero, until they are reported.
+    /// Names and files of matrices of which a part (codes, scales or biases) is zero, until they are reported.
     zero: Vec<(String, &'a Path)>,
     vectors: Vec<f32>,
     /// The buffers of matrices and of small vectors.
@@ -473,13 +473,13 @@ impl<'a> TrunkLoader<'a> {
         self.len
     }
 
-    /// Checks that no matrix of `part`, which was read last, is zero.
+    /// Checks that the matrices of `what`, which were read last, are not zero.
     ///
     /// # Errors
-    /// A matrix is zero. Programs that download reserve a file's whole size at the start, so the file looks complete.
-    pub fn check_not_zero(&mut self, part: &str) -> Result<(), ModelError> {
-        let Some((_, file)) = std::mem::take(&mut self.zero).into_iter().next() else { return Ok(()) };
-        let why = format!("{part} is zero, as in a file whose download did not end; download it again");
+    /// A part of a matrix (codes, scales or biases) is zero. Programs that download reserve a file's whole size at the start, so the file looks complete.
+    pub fn check_not_zero(&mut self, what: &str) -> Result<(), ModelError> {
+        let Some((name, file)) = std::mem::take(&mut self.zero).into_iter().next() else { return Ok(()) };
+        let why = format!("{what} ({name}) is zero, as in a file whose download did not end; download it again");
         Err(StoreError::NotACheckpoint { path: file.to_path_buf(), why }.into())
     }
 
@@ -583,7 +583,7 @@ impl<'a> TrunkLoader<'a> {
         if let Some(slab) = &mut self.slab {
             let bytes = &mut slab.as_mut_slice()[offset..self.len];
             fill(bytes)?;
-            if bytes.iter().all(|byte| *byte == 0) {
+            if self.zero.last().is_none_or(|last| last.0 != path) && bytes.iter().all(|byte| *byte == 0) {
                 self.zero.push((path.into(), self.from.index.path(entry)));
             }
             if let Some(progress) = &mut self.progress {

@@ -153,6 +153,7 @@ impl Network {
         let head = if config.tied { None } else { Some(trunk.weight(names::LM_HEAD, config.vocab, hidden)?) };
         trunk.check_not_zero("the LM head")?;
         let before_head = Residual::load(trunk, config, names::FINAL_NORM, names::LAST_MIX, false)?;
+        trunk.report_zero();
         Ok((Self { embed, layers, before_head, head }, map))
     }
 
