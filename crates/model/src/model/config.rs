@@ -1,7 +1,7 @@
 //! Reads `config.json` into checked shapes. Returns an error for anything that is not supported.
 
 use super::{
-    json_table::{JsonTable, refuse},
+    json_table::{JsonTable, epsilon, refuse},
     ngram_hash::NgramShape,
 };
 use crate::error::ModelError;
@@ -137,11 +137,7 @@ impl Config {
         let hidden = text.count("hidden_size", 1 << 20)?;
         let vocab = text.count("vocab_size", 1 << 24)?;
         let context = text.count_or("max_position_embeddings", 1 << 30, DEFAULT_CONTEXT)?;
-        let eps = text.number_or("rms_norm_eps", DEFAULT_EPS)?;
-        if !(0.0..0.1).contains(&eps) {
-            return refuse(format!("rms_norm_eps is {eps}, not a small positive number"));
-        }
-        let eps = eps as f32;
+        let eps = epsilon(text.number_or("rms_norm_eps", DEFAULT_EPS)?)?;
         let full = text.full_layers(layers)?;
         let (attention, rope_theta) = text.attention(eps)?;
         let mut config = Self {
@@ -493,6 +489,7 @@ mod tests {
             ("/text_config/num_key_value_heads", 3.into(), "share"),
             ("/text_config/rms_norm_eps", (-1).into(), "rms_norm_eps is -1,"),
             ("/text_config/rms_norm_eps", 1.into(), "rms_norm_eps is 1,"),
+            ("/text_config/rms_norm_eps", 0.into(), "rms_norm_eps is 0,"),
             ("/text_config/rms_norm_eps", 1e300.into(), "rms_norm_eps"),
         ] {
             assert_refused(demo(), pointer, value, word);

@@ -49,3 +49,12 @@ impl JsonTable<'_> {
         if self.0.get(key).is_none_or(Value::is_null) { Ok(default) } else { self.count(key, max) }
     }
 }
+
+/// The constant `rms_norm_eps` of norms.
+pub fn epsilon(number: f64) -> Result<f32, ModelError> {
+    let eps = number as f32;
+    if eps > 0.0 && eps < 0.1 {
+        return Ok(eps);
+    }
+    refuse(format!("rms_norm_eps is {number}, not a small positive number"))
+}

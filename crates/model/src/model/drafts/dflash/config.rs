@@ -6,7 +6,7 @@ use crate::{
     error::ModelError,
     model::{
         config,
-        json_table::{JsonTable, refuse},
+        json_table::{JsonTable, epsilon, refuse},
     },
 };
 use serde_json::Value;
@@ -126,7 +126,7 @@ impl DflashConfig {
             heads: top.count("num_attention_heads", 1 << 12)?,
             kv_heads: top.count("num_key_value_heads", 1 << 12)?,
             dim: top.count("head_dim", 1 << 12)?,
-            eps: top.number("rms_norm_eps")? as f32,
+            eps: epsilon(top.number("rms_norm_eps")?)?,
             theta: theta(top)?,
             layers: windows(top, layers)?,
             taps: taps(own, top, layers, target_layers)?,
