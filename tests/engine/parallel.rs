@@ -130,7 +130,7 @@ fn panic_ends_the_requests_of_its_pass() {
 #[test]
 fn verified_draft_needs_no_row() {
     // The prompt repeats itself, so that drafts succeed while the request decodes alone. The model stops within the answer
-    // until other requests wait. These then join, at most stops while verified tokens are still pending.
+    // until other requests wait. These then join, in most rounds while verified tokens are still pending.
     let ids = [10, 11, 12, 13, 14, 15].repeat(20);
     let alone = answer(&engine(&MockModel::default(), options()).0, &ids);
     for stops_at in ids.len() + 10..ids.len() + 40 {
