@@ -106,7 +106,7 @@ impl<'a> ReferenceIndex<'a> {
         }
         // Drafts 3 and 4 have `id`. Others are names that a client made up, so relative references ignore it.
         if let Some(id) = fields.get("id").and_then(Value::as_str) {
-            let name = if id.starts_with('#') { format!("{base}{id}") } else { join(&base, id) };
+            let name = if id.starts_with('#') { format!("{base}{id}") } else { join(&base, id.trim_end_matches('#')) };
             self.named.entry(name).or_insert(part);
         }
         let anchor = fields.get("$anchor").and_then(Value::as_str).unwrap_or(old_anchor);
@@ -156,7 +156,7 @@ mod tests {
         let root = json!({"$id": "https://example.com/root.json", "$defs": {
             "P<s>": {"const": 1}, "a/b~c": {"const": 2}, "L%3C": {"const": 3}, "named": {"$anchor": "here", "const": 4},
             "item": {"$id": "schemas/item", "const": 5, "$defs": {"x": {"$ref": "#/$defs/y"}, "y": {"const": 6}}},
-            "old": {"$id": "#old", "const": 7}, "draft4": {"id": "item4.json", "const": 10}, "anchor4": {"id": "#a4", "const": 11,
+            "old": {"$id": "#old", "const": 7}, "draft4": {"id": "item4.json#", "const": 10}, "anchor4": {"id": "#a4", "const": 11,
                 "$defs": {"x": {"id": "/properties/x", "$ref": "#/$defs/y"}}}, "urn": {"$id": "urn:x:y", "const": 8}, "y": {"const": 9},
         }});
         for (reference, expected) in [
