@@ -100,7 +100,8 @@ impl CheckpointMeta {
         let ends = end_tokens(&dir, &tokenizer, template.as_ref())?;
         let generation = flags.or(GenerationDefaults::read(&dir)?).or(GenerationDefaults::ending_at(ends));
         // Without its added tokens, a tokenizer encodes the marks of the chat template as text.
-        if let Some(first) = generation.eos.first()
+        if template.is_some()
+            && let Some(first) = generation.eos.first()
             && generation.eos.iter().all(|id| tokenizer.token(*id).is_none())
         {
             let why = format!("its tokenizer.json has no token {first}, which ends an answer");

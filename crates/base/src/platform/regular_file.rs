@@ -40,7 +40,7 @@ pub fn read_small_file(path: &Path, max: u64) -> io::Result<Vec<u8>> {
 /// Checks a path: either it does not exist, or it names a regular file of at most `max` bytes.
 ///
 /// # Errors
-/// The path names another kind of file, or a larger file.
+/// The path names another kind of file, a larger file, or a link to a missing file.
 pub fn check_small_file(path: &Path, max: u64) -> io::Result<()> {
     match std::fs::metadata(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound && path.is_symlink() => {
