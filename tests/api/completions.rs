@@ -2,7 +2,7 @@
 
 use super::{
     client::{events, stable},
-    server::{CHAT, COMPLETIONS, EOS, MESSAGES, RESPONSES, Server, Setup, little_memory, with},
+    server::{CHAT, COMPLETIONS, EOS, MESSAGES, RESPONSES, Server, Setup, little_memory, wait_until, with},
 };
 use moestro_engine::DraftPolicy;
 use serde_json::{Value, json};
@@ -71,7 +71,8 @@ async fn choices_are_generated_at_the_same_time() {
     // The model begins when three choices are submitted.
     let server = setup(3, 0).start().await;
     let begin = async {
-        server.load(3, 0).await;
+        let load = || server.engine.load();
+        wait_until(|| load().0 + load().1 == 3, || format!("{:?}", load())).await;
         server.resume();
     };
     let (together, ()) = tokio::join!(server.ask(COMPLETIONS, &body), begin);
