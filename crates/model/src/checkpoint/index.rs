@@ -220,6 +220,12 @@ impl Index {
     }
 }
 
+/// The error for weights of `file` that are zero.
+pub fn zero_weights(file: &Path, what: &str) -> StoreError {
+    let why = format!("{what} is zero, as in a file whose download did not end; download it again");
+    StoreError::NotACheckpoint { path: file.to_path_buf(), why }
+}
+
 /// The tensors of a file. `file` is the number of the file in [`Index::files`].
 fn read_header(path: &Path, file: usize) -> Result<Vec<(String, TensorEntry)>, StoreError> {
     let io = StoreError::at(path);

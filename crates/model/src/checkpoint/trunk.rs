@@ -8,7 +8,7 @@ use super::{
     quantization::{QuantizationTable, float, infer_format},
 };
 use crate::{
-    checkpoint::index::{Dtype, Index, TensorEntry},
+    checkpoint::index::{Dtype, Index, TensorEntry, zero_weights},
     error::ModelError,
 };
 use moestro_base::{error::StoreError, platform::open_regular_file};
@@ -479,8 +479,7 @@ impl<'a> TrunkLoader<'a> {
     /// A part of a matrix (codes, scales or biases) is zero. Programs that download reserve a file's whole size at the start, so the file looks complete.
     pub fn check_not_zero(&mut self, what: &str) -> Result<(), ModelError> {
         let Some((name, file)) = std::mem::take(&mut self.zero).into_iter().next() else { return Ok(()) };
-        let why = format!("{what} ({name}) is zero, as in a file whose download did not end; download it again");
-        Err(StoreError::NotACheckpoint { path: file.to_path_buf(), why }.into())
+        Err(zero_weights(file, &format!("{what} ({name})")).into())
     }
 
     /// Logs that matrices which were read last are zero. A model that is made by hand may have them.

@@ -7,7 +7,7 @@ use super::config::{CHANNELS, VisionConfig};
 use crate::{
     checkpoint::{
         Checkpoint,
-        index::Index,
+        index::{Index, zero_weights},
         names::{VISION_TOWER, vision_name},
     },
     error::ModelError,
@@ -15,7 +15,7 @@ use crate::{
 };
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{LayerNorm, Linear};
-use moestro_base::{error::StoreError, platform::Threads};
+use moestro_base::platform::Threads;
 use serde_json::Value;
 use std::{cell::RefCell, sync::Arc};
 
@@ -197,9 +197,7 @@ impl TowerWeights {
             return Ok(());
         }
         let path = name(path);
-        let file = self.from.index.path(self.from.get(&path)?).to_path_buf();
-        let why = format!("{path} is zero, as in a file whose download did not end; download it again");
-        Err(StoreError::NotACheckpoint { path: file, why }.into())
+        Err(zero_weights(self.from.index.path(self.from.get(&path)?), &path).into())
     }
 
     fn vector(&self, path: &str, len: usize) -> Result<Vec<f32>, ModelError> {
