@@ -62,7 +62,7 @@ impl Tools {
         }
     }
 
-    /// Reads the header of a call after `<tool_call>`. Models also write the name of the tool in a tag of its own.
+    /// Reads the header of a call after `<tool_call>`. Models also write the name of the tool in a tag.
     pub fn header_at(&self, text: &str) -> TagAt {
         let tag = self.tag_at(text, &PendingCall::default());
         if !matches!(tag, TagAt::Other) {

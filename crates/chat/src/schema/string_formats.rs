@@ -1,9 +1,9 @@
 //! Regular expressions of the string formats of JSON Schema.
 //!
 //! Each expression matches only valid texts, except that of `uri`, which does not check an IPv6 address or the names of a
-//! host. None matches all valid texts: no year 0, no leap second, no comments and no domains
-//! without a dot in email addresses, no URIs that end after the scheme, and no IPv4 address at the end of an IPv6 address. llguidance's expressions also match a 61st second in
-//! every minute, the year 0, and 29 February in every year.
+//! host. None matches all valid texts: no year 0, no leap second, no comments and no domains without a dot in email
+//! addresses, no URIs that end after the scheme, and no IPv4 address at the end of an IPv6 address. llguidance's
+//! expressions also match a 61st second in every minute, the year 0, and 29 February in every year.
 
 const MONTH_AND_DAY: &str = "((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|\
                              02-(0[1-9]|1[0-9]|2[0-8]))";
