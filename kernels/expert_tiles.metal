@@ -4,7 +4,7 @@
 // so an expert's weights are read and unpacked once for four rows. A row's result depends on no other row and not on the
 // number of rows.
 //
-//   moe_gate_up_tiles*  act[assignment] = silu(gate x) * (up x)
+//   moe_gate_up_tiles*  act[assignment] = silu(gate x) * (up x), also of the shared expert, whose jobs come first
 //   moe_down_tiles      out[assignment] = down act, without the weight; moe_combine adds the results
 //   moe_down_tiles_1    both for one token: h += sum over ranks of weight * down act
 //
@@ -109,6 +109,20 @@ FN void load_block(THREAD const WeightPtrs* w, uint cols, uint row, uint first, 
   }
 }
 
+// The steps of moe_gate_up_tiles_1 that this simdgroup has of `staged` groups: their start and number.
+FN void share_columns(uint staged, THREAD uint& begin, THREAD uint& mine THREAD_IDS_PARAM) {
+  const uint steps = staged / 2, each = (steps + UP_SIMDS - 1) / UP_SIMDS;
+  begin = min(sg * each, steps), mine = min(each, steps - begin);
+}
+
+// Loads this simdgroup's steps of the groups from `first` that are staged together.
+FN void load_columns(THREAD const WeightPtrs* w, uint cols, uint row, uint first,
+                     THREAD BlockCodes<2, UP_STEPS>& codes THREAD_IDS_PARAM) {
+  uint begin, mine;
+  share_columns(min(cols / GROUP - first, uint(UP_GROUPS_STAGED)), begin, mine THREAD_IDS);
+  load_block<2, UP_STEPS>(w, cols, row, first / 2 + begin, mine, codes THREAD_IDS);
+}
+
 // Multiplies a step by rows of x in threadgroup memory: `halves` and `factors` of this lane. Adds to total[2 * m + i]:
 // row 8 * i + lane / 4 of matrix m, row lane % 4 of x.
 template <uint MT>
@@ -157,30 +171,39 @@ FN uint find_job(CONSTANT ExpertsArgs& a, DEVICE const uint* slots, DEVICE const
   return count;
 }
 
-// Splits `staged` groups, from group `first`, of `count` rows of x. Row r is x[list[r] / per].
-FN void split_job(DEVICE const float* x, uint stride, THREADGROUP const uint* list, uint per, uint count, uint first,
+// The row of x of an assignment. The shared expert's assignments come after those of all routed experts.
+FN DEVICE const float* row_of(CONSTANT ExpertsArgs& a, DEVICE const float* x, uint assignment) {
+  const uint routed = a.tokens * a.k;
+  return x + ulong(assignment < routed ? assignment / a.k : assignment - routed) * a.hidden;
+}
+
+// Splits `staged` groups, from group `first`, of the `count` rows of x of the assignments in `list`.
+FN void split_job(CONSTANT ExpertsArgs& a, DEVICE const float* x, THREADGROUP const uint* list, uint count, uint first,
                   uint staged, THREADGROUP uint4* halves, THREADGROUP float* factors THREAD_IDS_PARAM) {
   const uint all = count * staged;
   for (uint base = sg * 8; base < all; base += UP_SIMDS * 8) {
     const uint i = min(base + lane / 4, all - 1), r = i / staged, group = first + i % staged;
-    DEVICE const float* from = x + ulong(list[r] / per) * stride + group * GROUP + lane % 4 * 16;
+    DEVICE const float* from = row_of(a, x, list[r]) + group * GROUP + lane % 4 * 16;
     split_quarter(from, halves + i * GROUP_UNITS, factors + 2 * i THREAD_IDS);
   }
 }
 
-// The start of a job of gate and up: applies SwiGLU to the shared expert's projections in the first job, unless the jobs
-// are a list. Returns the number of the job's assignments, see find_job.
-FN uint gate_up_job(CONSTANT ExpertsArgs& a, DEVICE const float* scores, DEVICE const uint* slots,
-                    DEVICE const uint* order, DEVICE float* act, THREADGROUP uint* list, THREAD uint& slot,
-                    uint blocks THREAD_IDS_PARAM) {
-  if (a.grouped == 0 && tgid.y == 0) {
-    if (a.shared_inner != 0)
-      for (uint t = tgid.x; t < a.tokens; t += blocks) gate_up_shared(a, t, scores, act THREAD_IDS);
-    return 0;
+// Finds a threadgroup's job of gate and up. Returns the number of its assignments, which are in `list` after the next
+// barrier, or 0 if `row` is not a row of its weights. `w` has the shared expert's weights, and gets those of the job. A
+// job of the shared expert has one tile of rows.
+FN uint gate_up_job(CONSTANT ExpertsArgs& a, DEVICE const uint* slots, DEVICE const uint* order,
+                    DEVICE const Segment* table, uint row, THREADGROUP uint* list, THREAD WeightPtrs* w THREAD_IDS_PARAM) {
+  if (tgid.y < a.shared_jobs) {
+    const uint first = tgid.y * TILE_ROWS, count = min(a.tokens - first, uint(TILE_ROWS));
+    if (tid < count) list[tid] = a.tokens * a.k + first + tid;
+    return row < a.shared_inner ? count : 0;
   }
-  const uint job = a.grouped != 0 ? tgid.y : tgid.y - 1;
-  slot = slots[a.grouped != 0 ? job * 3 : job];
-  return find_job(a, slots, order, job, slot, list THREAD_IDS);
+  const uint job = tgid.y - a.shared_jobs, slot = slots[a.grouped != 0 ? job * 3 : job];
+  const uint found = row < a.inner ? find_job(a, slots, order, job, slot, list THREAD_IDS) : 0;
+  if (found == 0 || !is_mapped(a, slot, table)) return 0;
+  DEVICE const uchar* expert = slot_at(a, slot, table);
+  w[0] = piece(a, expert, 0), w[1] = piece(a, expert, 1);
+  return found;
 }
 
 // Adds the sums of the simdgroups, for `count` blocks of 16 rows from `row`, and stores act.
@@ -197,33 +220,36 @@ FN void store_act(CONSTANT ExpertsArgs& a, THREADGROUP const float* part, THREAD
   }
 }
 
-// act of a job's assignments for 16 rows of gate and up. The simdgroups share the columns. Grid (ceil(inner / 16),
-// jobs), 256 threads. Without `grouped`, a first job applies SwiGLU to the shared expert's projections.
-WIDE_KERNEL(moe_gate_up_tiles_1, ARGS(ExpertsArgs, a), IN(float, x, 1), IN(float, scores, 2), IN(uint, slots, 3),
-            IN(uint, order, 4), OUT(float, act, 5), IN(Segment, table, 6), IN(uint, skip, 7)) {
+// The weights of the shared expert's gate and up, as kernels bind them.
+#define SHARED_GATE_UP                                                                                                 \
+  IN(uchar, c0, 6), IN(uchar, s0, 7), IN(uchar, b0, 8), IN(uchar, c1, 9), IN(uchar, s1, 10), IN(uchar, b1, 11)
+
+// act of a job's assignments for 16 rows of gate and up. The simdgroups share the columns. Grid (ceil(rows / 16), jobs),
+// 256 threads. A job of the shared expert loads its weights before AWAIT, so these threadgroups end early.
+WIDE_KERNEL(moe_gate_up_tiles_1, ARGS(ExpertsArgs, a), IN(float, x, 1), IN(uint, slots, 2), IN(uint, order, 3),
+            OUT(float, act, 4), IN(Segment, table, 5), SHARED_GATE_UP, IN(uint, skip, 12)) {
   SHARED(uint4, halves, TILE_ROWS * UP_GROUPS_STAGED * GROUP_UNITS);
   SHARED(float, factors, TILE_ROWS * UP_GROUPS_STAGED * 2);
   SHARED(float, part, UP_SIMDS * 128);
   SHARED(uint, list, JOB_LIST);
+  const uint row = tgid.x * 16, groups = a.hidden / GROUP;
+  const bool is_early = tgid.y < a.shared_jobs && row < a.shared_inner;
+  WeightPtrs w[2] = {{c0, s0, b0}, {c1, s1, b1}};
+  BlockCodes<2, UP_STEPS> codes;
+  if (is_early) load_columns(w, a.hidden, row, 0, codes THREAD_IDS);
   AWAIT();
   if (is_skipped(a.can_skip, skip)) return;
-  uint slot = NO_SLOT;
-  const uint found = gate_up_job(a, scores, slots, order, act, list, slot, (a.inner + 15) / 16 THREAD_IDS);
-  if (found == 0) return;
-  const uint row = tgid.x * 16, groups = a.hidden / GROUP, ones = IN_REGISTER(CODE_ONES);
-  if (!is_mapped(a, slot, table)) return;
-  DEVICE const uchar* expert = slot_at(a, slot, table);
-  const WeightPtrs w[2] = {piece(a, expert, 0), piece(a, expert, 1)};
+  const uint found = gate_up_job(a, slots, order, table, row, list, w THREAD_IDS), ones = IN_REGISTER(CODE_ONES);
   for (uint done = 0; done < found; done += TILE_ROWS) {
     const uint count = min(found - done, uint(TILE_ROWS));
     float total[4] = {0, 0, 0, 0};
     for (uint first = 0; first < groups; first += UP_GROUPS_STAGED) {
-      const uint staged = min(groups - first, uint(UP_GROUPS_STAGED)), steps = staged / 2;
-      const uint each = (steps + UP_SIMDS - 1) / UP_SIMDS, begin = min(sg * each, steps), mine = min(each, steps - begin);
-      BlockCodes<2, UP_STEPS> codes;
-      load_block<2, UP_STEPS>(w, a.hidden, row, first / 2 + begin, mine, codes THREAD_IDS);
+      const uint staged = min(groups - first, uint(UP_GROUPS_STAGED));
+      uint begin, mine;
+      share_columns(staged, begin, mine THREAD_IDS);
+      if (!is_early || first > 0) load_columns(w, a.hidden, row, first, codes THREAD_IDS);
       BARRIER();  // the list is written, and the previous groups are used
-      split_job(x, a.hidden, list + done, a.k, count, first, staged, halves, factors THREAD_IDS);
+      split_job(a, x, list + done, count, first, staged, halves, factors THREAD_IDS);
       BARRIER();
       // Columns of the tile after the last row of x repeat this row. They change no other column.
       const uint of_lane = min(lane / 8, count - 1) * staged + begin * 2, factor = min(lane % 4, count - 1) * staged;
@@ -300,26 +326,25 @@ FN void multiply_rows(THREAD const WeightPtrs* w, uint cols, uint row, DEVICE co
   }
 }
 
-// act of a job's assignments for BLOCKS * 16 rows of gate and up. Grid (ceil(inner / (16 * BLOCKS)), jobs), 256 threads.
+// act of a job's assignments for BLOCKS * 16 rows of gate and up. Grid (ceil(rows / (16 * BLOCKS)), jobs), 256 threads.
 // The jobs are those of moe_gate_up_tiles_1.
 #define GATE_UP_TILES(name, BLOCKS)                                                                                    \
-  WIDE_KERNEL(name, ARGS(ExpertsArgs, a), IN(float, x, 1), IN(float, scores, 2), IN(uint, slots, 3),                   \
-              IN(uint, order, 4), OUT(float, act, 5), IN(Segment, table, 6), IN(uint, skip, 7)) {                      \
+  WIDE_KERNEL(name, ARGS(ExpertsArgs, a), IN(float, x, 1), IN(uint, slots, 2), IN(uint, order, 3), OUT(float, act, 4), \
+              IN(Segment, table, 5), SHARED_GATE_UP, IN(uint, skip, 12)) {                                             \
     SHARED(uint4, memory, UP_SIMDS * 4 * STAGE / 4);                                                                   \
     SHARED(uint, list, JOB_LIST);                                                                                      \
+    const uint row = tgid.x * (16 * BLOCKS), prefetched = row + sg * (2 * BLOCKS);                                     \
+    WeightPtrs w[2] = {{c0, s0, b0}, {c1, s1, b1}};                                                                    \
+    if (tgid.y < a.shared_jobs)                                                                                        \
+      UNROLL for (uint m = 0; m < 2; m++) prefetch_rows<2 * BLOCKS>(w[m], 4, a.shared_inner, a.hidden, prefetched);    \
     AWAIT();                                                                                                           \
     if (is_skipped(a.can_skip, skip)) return;                                                                          \
-    uint slot = NO_SLOT;                                                                                               \
-    const uint blocks = a.inner / (16 * BLOCKS), row = tgid.x * (16 * BLOCKS);                                         \
-    const uint found = gate_up_job(a, scores, slots, order, act, list, slot, blocks THREAD_IDS);                       \
-    if (found == 0 || !is_mapped(a, slot, table)) return;                                                              \
-    DEVICE const uchar* expert = slot_at(a, slot, table);                                                              \
-    const WeightPtrs w[2] = {piece(a, expert, 0), piece(a, expert, 1)};                                                \
+    const uint found = gate_up_job(a, slots, order, table, row, list, w THREAD_IDS);                                   \
     THREADGROUP float* part = (THREADGROUP float*)memory;                                                              \
     for (uint done = 0; done < found; done += TILE_ROWS) {                                                             \
       const uint count = min(found - done, uint(TILE_ROWS));                                                           \
       BARRIER(); /* the list is written, and the previous sums are used */                                             \
-      DEVICE const float* from = x + ulong(list[done + min(lane / 8, count - 1)] / a.k) * a.hidden;                    \
+      DEVICE const float* from = row_of(a, x, list[done + min(lane / 8, count - 1)]);                                  \
       THREADGROUP uint* stages = (THREADGROUP uint*)memory + sg * (4 * STAGE);                                         \
       float total[BLOCKS * 4];                                                                                         \
       multiply_rows<2, BLOCKS, UP_SIMDS, UP_STEPS>(w, a.hidden, row, from, stages, total THREAD_IDS);                  \

@@ -10,8 +10,8 @@
 //   moe_combine    h[token] += sum over ranks of weight * out[assignment]
 //
 // The shared expert is the last rank. The product that computes the router's scores also computes the shared expert's
-// gate and up projections, so moe_gate_up only applies SwiGLU to them. moe_down reads the shared expert's down matrix
-// from the trunk. Sums are added in rank order, so the order of reads does not change the result.
+// gate and up projections, so moe_gate_up only applies SwiGLU to them (expert_tiles.metal computes them itself). moe_down
+// reads the shared expert's down matrix from the trunk. Sums are added in rank order, so the order of reads does not change the result.
 
 // UP_ROWS: rows of gate and of up that a simdgroup computes at a time. DOWN_ROWS: the same for down. UP_GROUPS:
 // simdgroups of a threadgroup for gate and up. JOB_TOKENS: assignments of a job that are computed at a time.
@@ -28,7 +28,8 @@ struct ExpertsArgs {
   // Offsets of a slot's pieces in units of 16 bytes: codes, scales and biases of gate, up and down.
   uint piece_offset[9];
   Matrix gate, up, down, shared;  // `shared`: the shared expert's down
-  uint grouped;                   // expert_tiles.metal: the jobs are a list
+  // expert_tiles.metal: the jobs are a list; number of jobs of the shared expert's gate and up, which come first.
+  uint grouped, shared_jobs;
 };
 
 // The address of a segment of slots on the device. Zero while the segment is not mapped there.

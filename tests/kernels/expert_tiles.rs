@@ -27,9 +27,9 @@ struct Case {
     host: Host,
     layer: Layer,
     mixture: MoeWeights,
-    shared: Sample,
+    /// Gate, up and down of the shared expert.
+    shared: [Sample; 3],
     x: Vec<f32>,
-    scores: Vec<f32>,
     weights: Vec<f32>,
     before: Vec<f32>,
     /// The slot of each assignment.
@@ -41,10 +41,12 @@ impl Case {
     fn new([hidden, inner, shared_inner]: [usize; 3], k: usize, tokens: usize, slots: usize) -> Self {
         let (mut host, mut random) = (Host::start(), Dice((hidden + inner + k * tokens) as u64));
         let layer = layer(&mut host, &mut random, [AFFINE4; 3], hidden, inner, slots);
-        let shared = matrix(&mut host, &mut random, AFFINE4, hidden, shared_inner.max(128));
-        let router = Weight { rows: 5, cols: hidden, ..shared.matrix };
-        let gate_up = [Weight { rows: shared_inner, ..router }; 2];
-        let expert = SharedExpert { gate_up, down: shared.matrix, result: router };
+        let inner = shared_inner.max(128);
+        let shared = [(inner, hidden), (inner, hidden), (hidden, inner)]
+            .map(|(rows, cols)| matrix(&mut host, &mut random, AFFINE4, rows, cols));
+        let [gate, up, down] = [0, 1, 2].map(|i| shared[i].matrix);
+        let router = Weight { rows: 5, ..gate };
+        let expert = SharedExpert { gate_up: [gate, up], down, result: router };
         let expert = (shared_inner > 0).then_some(expert);
         let mixture = MoeWeights { k, renormalise: true, router, shared: expert, stacks: layer.stacks.clone() };
         assert!(mixture.fits_tiles());
@@ -52,7 +54,6 @@ impl Case {
         for row in x.chunks_mut(hidden) {
             row[random.below(hidden)] *= 10_000.0;
         }
-        let scores = random.normals(tokens * mixture.width());
         let weights = (0..tokens * (k + 1)).map(|_| random.normal().abs()).collect();
         let before = random.normals(tokens * hidden);
         // Different experts for each token, with one that all tokens use and others that few use.
@@ -62,18 +63,18 @@ impl Case {
             chosen.push(0);
             chosen.extend((1..k).map(|_| all.swap_remove(random.below(all.len()))));
         }
-        Self { host, layer, mixture, shared, x, scores, weights, before, chosen, slots }
+        Self { host, layer, mixture, shared, x, weights, before, chosen, slots }
     }
 
     fn run(&mut self, rows: Range<usize>, way: Way) -> Vec<f32> {
         let (tokens, mixture) = (rows.len(), &self.mixture);
-        let (k, hidden, width) = (mixture.k, mixture.hidden(), mixture.width());
+        let (k, hidden) = (mixture.k, mixture.hidden());
         let host = &mut self.host;
         let part = |values: &[f32], width: usize| values[rows.start * width..rows.end * width].to_vec();
         let chosen = &self.chosen[rows.start * k..rows.end * k];
         let none = host.words(&[]);
         let buffers = MoeBuffers {
-            scores: host.floats(&part(&self.scores, width)),
+            scores: host.empty(tokens * mixture.width() * 4),
             weights: host.floats(&part(&self.weights, k + 1)),
             act: host.empty(tokens * (k + 1) * mixture.row() * 4),
             out: host.empty(tokens * (k + 1) * hidden * 4),
@@ -87,12 +88,12 @@ impl Case {
         let mut launches = Vec::new();
         let all = host.words(chosen);
         match way {
-            Way::Table => launches.push(op.up_tiles(all)),
+            Way::Table => launches.push(op.up_tiles(all, true)),
             Way::Parts => {
                 for odd in [false, true] {
                     let some = |(i, slot): (usize, &u32)| if (i % 3 == 1) == odd { *slot } else { NO_SLOT };
                     let some: Vec<u32> = chosen.iter().enumerate().map(some).collect();
-                    launches.push(op.up_tiles(host.words(&some)));
+                    launches.push(op.up_tiles(host.words(&some), !odd));
                 }
             }
             Way::Lists => {
@@ -100,7 +101,8 @@ impl Case {
                 let words = host.read_words(jobs);
                 let jobs: Vec<u32> =
                     words.chunks(3).flat_map(|job| Experts::jobs(job[0], job[1], job[2])).flatten().collect();
-                launches.extend(op.by_expert_tiles(Jobs { count: jobs.len() / 3, jobs: host.words(&jobs), order }));
+                let jobs = Jobs { count: jobs.len() / 3, jobs: host.words(&jobs), order };
+                launches.extend(op.by_expert_tiles(jobs, true));
             }
         }
         launches.extend(if way == Way::Lists { combine.sum_tiles() } else { combine.down_tiles(all) });
@@ -113,23 +115,21 @@ impl Case {
 
     fn expected(&self, token: usize) -> Vec<f64> {
         let MoeWeights { k, .. } = self.mixture;
-        let (hidden, width, inner) = (self.mixture.hidden(), self.mixture.width(), self.mixture.shared_inner());
+        let hidden = self.mixture.hidden();
         let mut expected = wide(&self.before[token * hidden..][..hidden]);
-        let mut add = |act: &[f64], down: &[f64], weight: f32| {
-            let y = product(act, down, act.len());
-            expected.iter_mut().zip(y).for_each(|(e, y)| *e += f64::from(weight) * y);
-        };
         let x = wide(&self.x[token * hidden..][..hidden]);
-        for rank in 0..k {
-            let [gate, up, down] = &self.layer.values[self.chosen[token * k + rank] as usize];
+        let mut add = |[gate, up, down]: [&[f64]; 3], weight: f32| {
             let gates = product(&x, gate, hidden);
             let act: Vec<f64> = gates.iter().zip(product(&x, up, hidden)).map(|(g, u)| silu(*g) * u).collect();
-            add(&act, down, self.weights[token * (k + 1) + rank]);
+            let y = product(&act, down, act.len());
+            expected.iter_mut().zip(y).for_each(|(e, y)| *e += f64::from(weight) * y);
+        };
+        for rank in 0..k {
+            let [gate, up, down] = &self.layer.values[self.chosen[token * k + rank] as usize];
+            add([gate, up, down], self.weights[token * (k + 1) + rank]);
         }
-        if inner > 0 {
-            let from = wide(&self.scores[token * width + 5..][..2 * inner]);
-            let act: Vec<f64> = (0..inner).map(|i| silu(from[i]) * from[inner + i]).collect();
-            add(&act, &self.shared.values, self.weights[token * (k + 1) + k]);
+        if self.mixture.shared.is_some() {
+            add([0, 1, 2].map(|i| &self.shared[i].values[..]), self.weights[token * (k + 1) + k]);
         }
         expected
     }
@@ -201,12 +201,12 @@ fn rows_of_an_expert_share_its_products() {
         let x = host.floats(&case.x[..rows * 128]);
         let none = host.words(&[]);
         let [act, out] = [0, 1].map(|_| host.empty(rows * 256 * 4));
-        let scores = host.floats(&case.scores[..rows * 5]);
+        let scores = host.empty(rows * 5 * 4);
         let buffers = MoeBuffers { scores, weights: none, act, out, jobs: none, order: none };
         let experts = ExpertSet::Table { ids: none, slots: none };
         let op = Experts { layer: mixture, slots: &case.layer.slots, tokens: rows, x, buffers, experts };
         let slots = host.words(&vec![0; rows]);
-        host.run(&op.up_tiles(slots));
+        host.run(&op.up_tiles(slots, false));
         host.products()
     };
     let one = products(1);

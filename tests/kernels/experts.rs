@@ -216,7 +216,7 @@ fn router_selects_experts_and_slots() {
             slots: place(&mut host, tokens * k),
             weights: place(&mut host, tokens * (k + 1)),
         };
-        host.run(&to.choice());
+        host.run(&to.choice(width - 1));
         let ids = host.read_words(to.ids);
         let mut expected = Vec::new();
         for t in 0..tokens {

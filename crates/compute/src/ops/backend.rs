@@ -1,6 +1,7 @@
 //! The interface to a device that executes operations.
 
 use super::{
+    MoeWeights, Weight,
     attention::KvFormat,
     decoded_product::DecodedProduct,
     linear::HalfBuffers,
@@ -78,6 +79,11 @@ pub trait Backend: Timeline + Send {
     /// check of all kernels at startup covers only launches whose number of threads is fixed.
     fn check_threads(&mut self, _part: ModelPart<'_>) -> Result<(), DeviceError> {
         Ok(())
+    }
+
+    /// The matrices that this device multiplies together for a decoded row's scores.
+    fn score_matrices(&self, layer: &MoeWeights) -> Vec<Weight> {
+        layer.score_matrices(false)
     }
 
     /// Measures which variant of a kernel is fastest for each product of decoded rows, if there are several variants.

@@ -87,9 +87,7 @@ pub fn choose_variants(net: &Network, stride: usize, backend: &mut dyn Backend) 
                 add(None, &[dense.down]);
             }
             Ffn::Moe(moe) => {
-                let shared = moe.shared.map(|shared| [shared.gate_up[0], shared.gate_up[1], shared.result]);
-                let scores: Vec<_> = [moe.router].into_iter().chain(shared.into_iter().flatten()).collect();
-                add(Some(&layer.before_ffn), &scores);
+                add(Some(&layer.before_ffn), &backend.score_matrices(moe));
             }
         }
     }

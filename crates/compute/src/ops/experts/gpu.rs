@@ -53,7 +53,7 @@ impl MoeWeights {
             args.extend(matrix_words(stack.codes, stack.rows, stack.global_scale()));
         }
         args.extend(self.shared.map_or([0; 5], |shared| shared.down.words()));
-        args.push(0);
+        args.extend([0, 0]);
         args
     }
 

@@ -179,6 +179,13 @@ impl MoeWeights {
         self.inner().max(self.shared_inner())
     }
 
+    /// The matrices of a row of scores. If the experts are `tiled`, without the shared expert's gate and up.
+    pub fn score_matrices(&self, tiled: bool) -> Vec<Weight> {
+        let shared = self.shared.into_iter();
+        let shared = shared.flat_map(|shared| [shared.gate_up[0], shared.gate_up[1], shared.result]);
+        [self.router].into_iter().chain(shared.skip(if tiled { 2 } else { 0 })).collect()
+    }
+
     /// Number of floats in a row of scores: `router | shared gate | shared up | weight of the shared result`.
     pub fn width(&self) -> usize {
         self.router.rows + self.shared.map_or(0, |_| 2 * self.shared_inner() + 1)

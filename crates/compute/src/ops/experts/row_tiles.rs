@@ -3,14 +3,16 @@
 //! A format, a shape and a device decide whether a layer runs here, never the number of rows. All rows of a call that
 //! use an expert are one job. A row gives the same bytes alone and together with others.
 
-use super::{CombineExperts, ExpertSlots, Experts, Jobs, MoeBuffers, MoeWeights};
+use super::{CombineExperts, Experts, Jobs, MoeWeights};
 use crate::{
     device::{Binding, Launch, Region, SkipUse},
-    ops::quant::fast,
+    ops::{Weight, quant::fast},
 };
 
 /// Columns of a step: two groups of 64.
 const STEP: usize = 128;
+/// Rows of x of a tile.
+const TILE_ROWS: usize = 4;
 /// Rows of the down projection per threadgroup of `moe_down_tiles`.
 const DOWN_ROWS: usize = 128;
 /// Maximum number of assignments of a job.
@@ -31,64 +33,70 @@ fn up_kernel(jobs: usize) -> (&'static str, usize) {
 impl MoeWeights {
     /// True if the kernels for matrix units can compute this layer.
     pub fn fits_tiles(&self) -> bool {
-        let shared = |down: &super::Weight| fast(down.codes, down.global_scale, down.cols, &[4]);
+        let is_fast = |m: &Weight| fast(m.codes, m.global_scale, m.cols, &[4]);
         self.fast_up()
             && self.stacks[2].is_fast()
-            && self.shared.is_none_or(|expert| shared(&expert.down))
+            && self.shared.is_none_or(|expert| [&expert.down].into_iter().chain(&expert.gate_up).all(is_fast))
             && [self.hidden(), self.inner(), self.shared_inner()].iter().all(|cols| cols.is_multiple_of(STEP))
     }
 
-    /// `act` of a call's jobs. `inputs`: the rows, and the slots of all assignments or the lists of jobs.
+    /// `act` of the jobs of the shared expert, if it is part of the call, and of `count` others: `jobs` has the slots of all
+    /// assignments or, with `order`, a list of jobs.
     fn gate_up_tiles(
         &self,
-        buffers: &MoeBuffers,
-        slots: &ExpertSlots,
-        tokens: usize,
-        [x, jobs, order]: [Binding; 3],
+        op: &Experts<'_>,
+        [jobs, order]: [Binding; 2],
         count: usize,
+        is_list: bool,
+        shared: bool,
     ) -> Launch {
-        let scores = Binding::read(buffers.scores.floats(tokens * self.width()));
-        let act = Binding::read_write(self.act(buffers, tokens));
-        let end = [Binding::table(slots.table), Binding::no_skip_flag(buffers.scores)];
-        let bindings = [&[x, scores, jobs, order, act][..], &end].concat();
-        let (kernel, rows) = up_kernel(count);
-        let grid = [self.inner().div_ceil(rows), count, 1];
-        let launch = self.launch(tokens, slots, kernel, bindings, grid, 256);
-        Launch { skip: SkipUse::Reads, ..launch }
+        let tokens = op.tokens;
+        let none = Binding::read(op.buffers.scores.first(0));
+        let shared = self.shared.filter(|_| shared);
+        let shared_jobs = shared.map_or(0, |_| tokens.div_ceil(TILE_ROWS));
+        let x = Binding::read(op.x.floats(tokens * self.hidden()));
+        let act = Binding::read_write(self.act(&op.buffers, tokens));
+        let mut bindings = vec![x, jobs, order, act, Binding::table(op.slots.table)];
+        bindings.extend(shared.map_or([[none; 3]; 2], |shared| shared.gate_up.map(|m| m.bindings())).concat());
+        bindings.push(Binding::no_skip_flag(op.buffers.scores));
+        let jobs = shared_jobs + count;
+        let (kernel, rows) = up_kernel(jobs);
+        let width = if shared.is_some() { self.row() } else { self.inner() };
+        let grid = [width.div_ceil(rows), jobs, 1];
+        let launch = self.launch(tokens, op.slots, kernel, bindings, grid, 256);
+        with_jobs(Launch { skip: SkipUse::Reads, ..launch }, is_list, shared_jobs)
     }
 }
 
 impl Experts<'_> {
-    /// [`Experts::up`] on matrix units, always with the shared expert.
-    pub fn up_tiles(&self, slots: Region) -> Launch {
-        let Self { layer, tokens, .. } = *self;
-        let assignments = tokens * layer.k;
-        let x = Binding::read(self.x.floats(tokens * layer.hidden()));
+    /// [`Experts::up`] on matrix units.
+    pub fn up_tiles(&self, slots: Region, shared: bool) -> Launch {
+        let assignments = self.tokens * self.layer.k;
         let list = Binding::read(slots.floats(assignments));
-        layer.gate_up_tiles(&self.buffers, self.slots, tokens, [x, list, list], 1 + assignments)
+        self.layer.gate_up_tiles(self, [list; 2], assignments, false, shared)
     }
 
-    /// [`Experts::by_expert`] on matrix units. A job has at most 32 assignments; see [`Experts::jobs`].
-    pub fn by_expert_tiles(&self, jobs: Jobs) -> [Launch; 2] {
+    /// [`Experts::by_expert`] on matrix units, and `act` of the shared expert if it is part of the call. A job has at most
+    /// 32 assignments; see [`Experts::jobs`].
+    pub fn by_expert_tiles(&self, jobs: Jobs, shared: bool) -> [Launch; 2] {
         let Self { layer, tokens, .. } = *self;
         let words = jobs.bindings();
-        let x = Binding::read(self.x.floats(tokens * layer.hidden()));
-        let up = layer.gate_up_tiles(&self.buffers, self.slots, tokens, [x, words[0], words[1]], jobs.count);
+        let up = layer.gate_up_tiles(self, words, jobs.count, true, shared);
         let out = Binding::read_write(self.buffers.out.floats(tokens * layer.k * layer.hidden()));
-        let shared = [Binding::read(self.buffers.scores.first(0)); 3];
         let mut bindings = vec![Binding::read(layer.act(&self.buffers, tokens)), words[0], words[1], out];
-        bindings.extend(shared);
+        bindings.extend([Binding::read(self.buffers.scores.first(0)); 3]);
         bindings.extend([Binding::table(self.slots.table), Binding::no_skip_flag(self.buffers.scores)]);
         let grid = [layer.hidden().div_ceil(DOWN_ROWS), jobs.count, 1];
         let down = layer.launch(tokens, self.slots, "moe_down_tiles", bindings, grid, 128);
-        [up, Launch { skip: SkipUse::Reads, ..down }].map(grouped)
+        [up, with_jobs(Launch { skip: SkipUse::Reads, ..down }, true, 0)]
     }
 }
 
-/// Tells a kernel that its jobs are a list. The last word of the arguments says so.
-fn grouped(mut launch: Launch) -> Launch {
-    if let Some(is_grouped) = launch.args.last_mut() {
-        *is_grouped = 1;
+/// Tells a kernel in the last words of its arguments whether its jobs are a list, and the number of jobs of the shared
+/// expert's gate and up.
+fn with_jobs(mut launch: Launch, is_list: bool, shared_jobs: usize) -> Launch {
+    if let Some(words) = launch.args.last_chunk_mut() {
+        *words = [is_list.into(), shared_jobs as u32];
     }
     launch
 }
@@ -116,15 +124,10 @@ impl CombineExperts<'_> {
 
     /// [`CombineExperts::sum`] on matrix units.
     pub fn sum_tiles(&self) -> Vec<Launch> {
-        let layer = self.layer;
-        let tokens = self.tokens;
-        if layer.shared.is_none() {
-            return vec![self.add_up()];
-        }
-        // Only the shared expert's jobs, which come first and read neither x nor slots.
         let none = Binding::read(self.buffers.scores.first(0));
-        let act = layer.gate_up_tiles(&self.buffers, self.slots, tokens, [none; 3], 1);
-        vec![act, self.results(none, 0), self.add_up()]
+        // Only the shared expert's jobs, which come first and read no slots.
+        let shared = self.layer.shared.map(|_| self.results(none, 0));
+        shared.into_iter().chain([self.add_up()]).collect()
     }
 
     /// The results of the shared expert and of the assignments with a slot.

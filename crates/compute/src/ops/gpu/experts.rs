@@ -7,18 +7,18 @@ use crate::{
 };
 
 impl<D: Driver> GpuBackend<D> {
-    /// True if the experts of decoded rows are multiplied on matrix units in full precision.
-    fn tiles_experts(&self, layer: &MoeWeights) -> bool {
+    /// True if the experts of decoded rows, and the shared expert, are multiplied on matrix units in full precision.
+    pub(super) fn tiles_experts(&self, layer: &MoeWeights) -> bool {
         self.half.is_none() && self.min_tiled_weights.is_some() && layer.fits_tiles()
     }
 
     pub(super) fn experts(&mut self, op: &Experts<'_>) -> Result<(), DeviceError> {
         let tiled = self.tiles_experts(op.layer);
         match op.experts {
-            ExpertSet::Table { slots, .. } if tiled => self.launch(op.up_tiles(slots)),
+            ExpertSet::Table { slots, .. } if tiled => self.launch(op.up_tiles(slots, true)),
             ExpertSet::Table { slots, .. } => self.launch(op.up(slots, true)),
-            ExpertSet::Loaded { groups: [], shared: false, .. }
-            | ExpertSet::Loaded { groups: [], per_assignment: None, .. } => Ok(()),
+            ExpertSet::Loaded { groups: [], shared: false, .. } => Ok(()),
+            ExpertSet::Loaded { groups: [], per_assignment: None, .. } if !tiled => Ok(()),
             ExpertSet::Loaded { groups, assignments, shared, per_assignment: Some(at) } => {
                 let mut slots = std::mem::take(&mut self.slots);
                 slots.clear();
@@ -31,9 +31,9 @@ impl<D: Driver> GpuBackend<D> {
                 let written = self.write_words(at, &slots);
                 self.slots = slots;
                 written?;
-                self.launch(if tiled { op.up_tiles(at) } else { op.up(at, shared) })
+                self.launch(if tiled { op.up_tiles(at, shared) } else { op.up(at, shared) })
             }
-            ExpertSet::Loaded { groups, assignments, per_assignment: None, .. } => {
+            ExpertSet::Loaded { groups, assignments, shared, per_assignment: None } => {
                 let mut words = std::mem::take(&mut self.slots);
                 words.clear();
                 if tiled || self.half.is_some() {
@@ -52,7 +52,7 @@ impl<D: Driver> GpuBackend<D> {
                 let jobs = Jobs { count, jobs, order: order.floats(assignments.len()) };
                 match self.half {
                     Some(half) => self.all(op.half_launches(jobs, half)),
-                    None if tiled => self.all(op.by_expert_tiles(jobs)),
+                    None if tiled => self.all(op.by_expert_tiles(jobs, shared)),
                     None => self.all(op.by_expert(jobs)),
                 }
             }

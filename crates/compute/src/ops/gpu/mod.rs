@@ -8,8 +8,8 @@ mod variants;
 pub use compare::{Comparison, DecodedAttention, compare_kernels, time_attention};
 
 use super::{
-    Backend, BackendLimits, DecodedProduct, HalfBuffers, IndexerShape, KvFormat, ModelPart, Op, ReservedBuffer,
-    attention::prompt_work, cpu::refuse, linear::RowTiles, norm::rms_norm,
+    Backend, BackendLimits, DecodedProduct, HalfBuffers, IndexerShape, KvFormat, ModelPart, MoeWeights, Op,
+    ReservedBuffer, Weight, attention::prompt_work, cpu::refuse, linear::RowTiles, norm::rms_norm,
 };
 use crate::device::{BufferAccess, CommandQueue, DeviceError, Driver, Launch, Region, Slab, SyncPoint, Timeline};
 use accept::accept_part;
@@ -320,6 +320,10 @@ impl<D: Driver> Backend for GpuBackend<D> {
         Ok(())
     }
 
+    fn score_matrices(&self, layer: &MoeWeights) -> Vec<Weight> {
+        layer.score_matrices(self.tiles_experts(layer))
+    }
+
     fn choose_variants(&mut self, products: &[DecodedProduct<'_>]) {
         if self.gpu.driver.has_variants() {
             self.variants.measure(&mut self.gpu, products);
@@ -371,7 +375,7 @@ impl<D: Driver> Backend for GpuBackend<D> {
             },
             Op::Router(op) => match self.half.and_then(|half| op.half_launches(half)) {
                 Some(launches) => self.all(launches),
-                None => self.all(op.launches()),
+                None => self.all(op.launches(self.tiles_experts(op.layer))),
             },
             Op::Experts(op) => self.experts(op),
             Op::CombineExperts(op) => self.combine_experts(op),

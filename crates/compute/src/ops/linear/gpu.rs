@@ -49,7 +49,12 @@ fn columns_from(y: Region, rows: usize, at: usize, width: usize) -> Region {
 impl Linear<'_> {
     /// Panics if there is no matrix, or more than four.
     pub fn launch(&self) -> Launch {
-        self.launch_with(0, self.width(), self.width() <= SPLIT_K_MAX_ROWS)
+        self.launch_split(self.width())
+    }
+
+    /// [`Linear::launch`] with the output in the first columns of rows of `width` floats.
+    pub(in crate::ops) fn launch_split(&self, width: usize) -> Launch {
+        self.launch_with(0, width, self.width() <= SPLIT_K_MAX_ROWS)
     }
 
     /// A launch that never splits the columns, with the output in the first columns of rows of `width` floats.

@@ -10,17 +10,18 @@ use crate::{
 };
 
 impl Router<'_> {
-    /// Launches the matrix product of the scores, then the selection. Panics above 1024 experts.
-    pub fn launches(&self) -> [Launch; 2] {
+    /// Launches the matrix product of the scores, then the selection. If the experts are `tiled`, their launch computes the
+    /// shared expert's gate and up, and the weight of the shared result comes directly after the scores. Panics above
+    /// 1024 experts.
+    pub fn launches(&self, tiled: bool) -> [Launch; 2] {
         let Self { layer, tokens, x, norm, scores, .. } = *self;
-        let mut matrices = [layer.router; 4];
-        let mut count = 1;
-        if let Some(shared) = self.shared() {
-            matrices[1..].copy_from_slice(&[shared.gate_up[0], shared.gate_up[1], shared.result]);
-            count = 4;
-        }
-        let product = Linear { x, tokens, norm, matrices: &matrices[..count], y: scores, add: false };
-        [product.launch(), self.choice()]
+        let matrices = match self.shared() {
+            Some(_) => &layer.score_matrices(tiled)[..],
+            None => &[layer.router],
+        };
+        let product = Linear { x, tokens, norm, matrices, y: scores, add: false };
+        let gate_at = if tiled { layer.router.rows } else { self.width() - 1 };
+        [product.launch_split(self.width()), self.choice(gate_at)]
     }
 
     /// [`Router::launches`], with the shared expert's products on matrix units. The router's scores stay in f32. The
@@ -42,20 +43,20 @@ impl Router<'_> {
             let shared = Linear { matrices: &[*gate, *up, *result], ..router };
             launches.extend(shared.products(&rows, experts, width));
         }
-        launches.push(self.choice());
+        launches.push(self.choice(width - 1));
         Some(launches)
     }
 
-    /// The second launch: selects each row's k experts and computes their weights.
-    pub fn choice(&self) -> Launch {
+    /// The second launch: selects each row's k experts and computes their weights. The weight of the shared expert's
+    /// result is in column `gate_at`.
+    pub fn choice(&self, gate_at: usize) -> Launch {
         let Self { layer, tokens, table, scores, ids, slots, weights, .. } = *self;
         let experts = layer.router.rows;
         let k = layer.k;
         let width = self.width();
         assert!(experts <= 1024 && k <= experts, "{k} of {experts} experts");
         let shared = self.shared().is_some();
-        let gate = [if shared { width - 1 } else { 0 }, shared.into(), layer.renormalise.into()];
-        let words = [0, experts, k, width, gate[0], gate[1], gate[2]];
+        let words = [0, experts, k, width, gate_at, shared.into(), layer.renormalise.into()];
         Launch {
             kernel: "router",
             args: words.map(|w| w as u32).to_vec(),

@@ -22,7 +22,8 @@ pub struct Router<'a> {
     pub skip_shared: bool,
     /// Slot of each expert, u32 `[experts]`. Experts that are not loaded have [`NO_SLOT`](super::NO_SLOT).
     pub table: Region,
-    /// Buffer for `router | shared gate | shared up | weight of the shared result`, `[tokens, layer.width()]`.
+    /// Buffer for `router | shared gate | shared up | weight of the shared result`, `[tokens, layer.width()]`. A GPU with
+    /// experts on matrix units leaves gate and up to the experts, and stores `router | weight of the shared result`.
     pub scores: Region,
     /// Chosen experts, u32 `[tokens, k]`, most likely first.
     pub ids: Region,

@@ -89,7 +89,7 @@ fn case(
 ) -> Result<(), DeviceError> {
     let (stacks, slots) = &slots(b, codes)?;
     let any = WeightFormat::Affine { bits: 4, group: 32, scale: Float::Bf16 };
-    let gate_up = [b.weight(any, inner, HIDDEN)?, b.weight(any, inner, HIDDEN)?];
+    let gate_up = [b.weight(codes[0], inner, HIDDEN)?, b.weight(codes[1], inner, HIDDEN)?];
     let shared = SharedExpert { gate_up, down: b.weight(codes[2], HIDDEN, inner)?, result: b.weight(any, 1, HIDDEN)? };
     let router = b.weight(any, SLOTS, HIDDEN)?;
     let layer = &MoeWeights { k: K, renormalise: true, router, shared: Some(shared), stacks: stacks.clone() };
