@@ -38,14 +38,20 @@ def ask(prompt, tokens, stop=None):
 
 
 def together(clients):
-    """Tokens per second of this many clients, without their prompts."""
-    results, threads = [], []
+    """Tokens per second of this many clients, from the first token of all to the last."""
+    results, threads, begin = [], [], time.perf_counter()
+
+    def client(prompt):
+        started = time.perf_counter() - begin
+        first, whole, count = ask(prompt, args.tokens)
+        results.append((started + first, started + whole, count))
+
     for _ in range(clients):
-        threads.append(threading.Thread(target=lambda prompt=ids(16): results.append(ask(prompt, args.tokens))))
+        threads.append(threading.Thread(target=client, args=(ids(16),)))
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
-    longest = max(whole - first for first, whole, _ in results)
-    return sum(count - 1 for *_, count in results) / longest
+    firsts, ends, counts = zip(*results)
+    return (sum(counts) - 1) / (max(ends) - min(firsts))
 
 
 def quantile(values, part):
