@@ -4,7 +4,7 @@
 //! [`format`] has the formats that a request may ask for. The steps from a format to a mask:
 //!
 //! 1. [`json_schema`] reads a schema keyword by keyword. It refuses or ignores what a mask cannot enforce, and replaces what
-//!    llguidance does not have: [`look_ahead`] splits patterns, [`disjoint`] and [`equivalents`] replace keywords, and
+//!    llguidance does not have: [`look_ahead`] rewrites patterns, [`disjoint`] and [`equivalents`] replace keywords, and
 //!    [`expressions`] finds out which patterns compile.
 //! 2. [`schema_references`] limits how many restrictions apply to one value. [`lark`] checks a client's own grammar.
 //! 3. [`tool_calls`] writes the grammar of Qwen's tool calls around the schemas, with [`raw_text`] for strings.
@@ -14,6 +14,7 @@
 //! Markup tokens (`<think>`, `<tool_call>`, `<|im_end|>`, ...) are not text to a grammar. They are allowed only where
 //! the grammar names them, so a JSON string cannot contain a markup token.
 
+mod automaton;
 mod constraint;
 mod disjoint;
 mod equivalents;

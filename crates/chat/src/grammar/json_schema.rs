@@ -6,7 +6,7 @@ use super::{
     disjoint, equivalents,
     expressions::{LengthChecker, MAX_LENGTH, can_enforce},
     format::FormatError,
-    look_ahead,
+    look_ahead::{LookAheads, literal_classes},
     schema_references::{self, subschemas},
 };
 use crate::schema::{Document, TypeSet, ValueType, allows_nothing, format_pattern, normalized};
@@ -73,6 +73,7 @@ pub fn prepare(schema: &Value, strict: bool) -> Result<Value, FormatError> {
         properties_left: MAX_PROPERTIES,
         steps_left: disjoint::MAX_STEPS,
         lengths: LengthChecker::new(),
+        look_aheads: LookAheads::new(),
         definition_names: HashMap::new(),
         pending: Vec::new(),
     };
@@ -117,6 +118,7 @@ struct Preparation<'a> {
     /// Steps that are left to read values and to compare alternatives.
     steps_left: usize,
     lengths: LengthChecker,
+    look_aheads: LookAheads,
     /// Names in the prepared `$defs` of the parts that references lead to, by the address of the part.
     definition_names: HashMap<*const Value, String>,
     /// Definitions that are not prepared yet.
@@ -156,7 +158,7 @@ impl<'a> Preparation<'a> {
                 // In draft 3, a property says whether it is required.
                 ("required", Value::Bool(_)) if !self.strict => continue,
                 ("pattern", Value::String(pattern)) => {
-                    for part in look_ahead::split(pattern).unwrap_or_else(|| vec![pattern.clone()]) {
+                    for part in self.look_aheads.replaced(pattern) {
                         patterns.extend(self.can_enforce_pattern(&part, &inner)?.then_some(part));
                     }
                     continue;
@@ -196,8 +198,9 @@ impl<'a> Preparation<'a> {
                     let mut prepared = Map::new();
                     for (name, part) in parts {
                         let inner = format!("{inner}.{name}");
-                        if key == "properties" || self.can_enforce_pattern(name, &inner)? {
-                            prepared.insert(name.clone(), self.subschema(part, &inner, depth + 1)?);
+                        let name = if key == "properties" { name.clone() } else { literal_classes(name) };
+                        if key == "properties" || self.can_enforce_pattern(&name, &inner)? {
+                            prepared.insert(name, self.subschema(part, &inner, depth + 1)?);
                         }
                     }
                     prepared.into()

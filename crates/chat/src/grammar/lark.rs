@@ -3,7 +3,7 @@
 //! Each intersection (`&`) or complement (`~`) multiplies the size of a terminal's automaton. llguidance limits nested
 //! brackets. It follows rules recursively, for which the stack of the compiling thread is large enough.
 
-use super::{format::FormatError, json_schema};
+use super::{format::FormatError, json_schema, look_ahead::quoted};
 use serde_json::Value;
 
 /// Maximum size of a regular expression or a grammar in bytes.
@@ -55,17 +55,6 @@ pub fn check_grammar(text: &str) -> Result<(), FormatError> {
         rest = rest.get(length..).unwrap_or_default();
     }
     Ok(())
-}
-
-/// Length of a string or regular expression with its delimiters.
-fn quoted(text: &str, delimiter: char) -> usize {
-    let mut escaped = false;
-    let end = text.char_indices().skip(1).find(|&(_, c)| {
-        let ends = c == delimiter && !escaped;
-        escaped = c == '\\' && !escaped;
-        ends
-    });
-    end.map_or(text.len(), |(at, _)| at + 1)
 }
 
 #[cfg(test)]

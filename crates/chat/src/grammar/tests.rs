@@ -1,3 +1,4 @@
+mod kinds;
 mod limits;
 
 use super::{test_validator, *};
@@ -321,7 +322,7 @@ fn dates_are_days_of_the_calendar() {
 
 #[test]
 fn unsupported_pattern_is_left_out() {
-    for pattern in ["^P(?=\\d)[0-9D]+$", "^(?!ab+)c", "(^a|b$)c", "\\bx"] {
+    for pattern in ["^(a(?!ba))+$", "(?<!a)c", "(^a|b$)c", "\\bx"] {
         let schema = json!({"type": "object", "properties": {"a": {"type": "string", "pattern": pattern}}});
         compile(&json_format(&schema, false)).unwrap();
         random_arguments(schema["properties"]["a"].clone(), false, 4);
