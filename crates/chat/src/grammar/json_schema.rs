@@ -142,6 +142,7 @@ impl<'a> Preparation<'a> {
         };
         let mut prepared = Map::new();
         let mut patterns = Vec::new();
+        let mut integers = (-MAX_INTEGER, MAX_INTEGER);
         for (key, value) in schema {
             let inner = format!("{path}.{key}");
             let malformed = |kind: &str| Err(FormatError::new(&inner, format!("{key} must be {kind}")));
@@ -166,6 +167,12 @@ impl<'a> Preparation<'a> {
                 // A constant has its format already.
                 ("format", Value::String(format)) if !["enum", "const"].iter().any(|key| schema.contains_key(*key)) => {
                     patterns.extend(format_pattern(format));
+                    if format == "hostname" {
+                        patterns.push("^.{1,253}$".into());
+                    } else if ["idn-hostname", "regex", "uri-template"].contains(&format.as_str()) {
+                        self.ignore(&inner, &format!("`format` `{format}` cannot be enforced in a strict schema"))?;
+                    }
+                    integers = integer_range(format);
                     continue;
                 }
                 ("propertyNames", _) => {
@@ -235,6 +242,13 @@ impl<'a> Preparation<'a> {
             };
             prepared.insert(key.clone(), value);
         }
+        // llguidance takes no keywords beside a reference to a part around it.
+        if prepared
+            .get("type")
+            .is_some_and(|kind| self.document.target(whole).and_then(|target| target.get("type")) == Some(kind))
+        {
+            prepared.shift_remove("type");
+        }
         if !self.strict {
             if prepared.get("maxLength").and_then(Value::as_u64).is_some_and(|max| max > MAX_LENGTH) {
                 prepared.shift_remove("maxLength");
@@ -249,7 +263,7 @@ impl<'a> Preparation<'a> {
         }
         prepared.extend(patterns.pop().map(|pattern| ("pattern".to_owned(), pattern.into())));
         self.replace_keywords(schema, &mut prepared, path)?;
-        self.bound_numbers(&mut prepared, path)?;
+        self.bound_numbers(&mut prepared, integers, path)?;
         if self.strict {
             check_min_properties(&prepared, path)?;
         }
@@ -386,8 +400,13 @@ impl<'a> Preparation<'a> {
 
     /// Bounds numbers. A bound that is too far from zero to be compiled is set to the limit if other numbers are on the
     /// side of zero, and is ignored otherwise. An integer that the compiler would round to a number outside of the bound
-    /// becomes the next number inside. An integer without constants gets the bounds that it lacks.
-    fn bound_numbers(&self, schema: &mut Map<String, Value>, path: &str) -> Result<(), FormatError> {
+    /// becomes the next number inside. An integer without constants gets the bounds of `integers` that it lacks.
+    fn bound_numbers(
+        &self,
+        schema: &mut Map<String, Value>,
+        integers: (f64, f64),
+        path: &str,
+    ) -> Result<(), FormatError> {
         let is_integer = is_integer(schema);
         let limit = if is_integer { MAX_INTEGER_BOUND } else { MAX_INTEGER };
         let has_constants = schema.contains_key("enum") || schema.contains_key("const");
@@ -405,13 +424,14 @@ impl<'a> Preparation<'a> {
                 schema.shift_remove(key);
             }
         }
+        replace_exclusive_integers(schema);
         let number = |key: &str| schema.get(key).and_then(Value::as_f64);
         let [min, max] = bounds.map(|(key, exclusive, _)| number(key).or(number(exclusive)));
-        if is_integer && !has_constants && min.is_none() && max.is_none_or(|max| max > -MAX_INTEGER) {
-            schema.insert("minimum".into(), (-MAX_INTEGER).into());
+        if is_integer && !has_constants && min.is_none() && max.is_none_or(|max| max > integers.0) {
+            schema.insert("minimum".into(), integers.0.into());
         }
-        if is_integer && !has_constants && max.is_none() && min.is_none_or(|min| min < MAX_INTEGER) {
-            schema.insert("maximum".into(), MAX_INTEGER.into());
+        if is_integer && !has_constants && max.is_none() && min.is_none_or(|min| min < integers.1) {
+            schema.insert("maximum".into(), integers.1.into());
         }
         Ok(())
     }
@@ -444,6 +464,28 @@ fn check_min_properties(schema: &Map<String, Value>, path: &str) -> Result<(), F
     }
 }
 
+/// Between two numbers with the same integer part, llguidance also allows this integer if it is an exclusive bound. The
+/// bound becomes the next number inside.
+fn replace_exclusive_integers(schema: &mut Map<String, Value>) {
+    for (key, inclusive, others, sign) in [
+        ("exclusiveMinimum", "minimum", ["maximum", "exclusiveMaximum"], 1.0),
+        ("exclusiveMaximum", "maximum", ["minimum", "exclusiveMinimum"], -1.0),
+    ] {
+        let number = |key: &str| schema.get(key).and_then(Value::as_f64).map(|bound| sign * bound);
+        let own = number(inclusive);
+        // In draft 4, a flag says that `minimum` or `maximum` is exclusive.
+        let Some(bound) = (if schema.get(key) == Some(&Value::Bool(true)) { own } else { number(key) }) else {
+            continue;
+        };
+        let Some(end) = others.into_iter().filter_map(number).reduce(f64::min) else { continue };
+        let next = if bound == 0.0 { end * f64::EPSILON } else { bound.next_up() };
+        if bound >= 0.0 && bound.fract() == 0.0 && end.trunc() == bound && next < end {
+            schema.shift_remove(key);
+            schema.insert(inclusive.into(), (sign * own.map_or(next, |own| own.max(next))).into());
+        }
+    }
+}
+
 fn exact_integer(value: &Value) -> Option<i128> {
     value.as_i64().map(i128::from).or(value.as_u64().map(i128::from))
 }
@@ -458,6 +500,16 @@ fn has_rounded_integer(value: &Value) -> bool {
             None => number.as_f64().is_some_and(|number| number.abs() >= u64::MAX as f64),
         },
         _ => false,
+    }
+}
+
+/// The integers of a format such as `int32` or `uint8`, as generators of C#, Rust and OpenAPI write them.
+fn integer_range(format: &str) -> (f64, f64) {
+    let count = |prefix: &str| format.strip_prefix(prefix)?.parse().ok().map(|bits: u8| f64::from(bits).exp2());
+    match (count("int"), count("uint")) {
+        (Some(count), _) => ((-count / 2.0).max(-MAX_INTEGER), (count / 2.0 - 1.0).min(MAX_INTEGER)),
+        (_, Some(count)) => (0.0, (count - 1.0).min(MAX_INTEGER)),
+        _ => (-MAX_INTEGER, MAX_INTEGER),
     }
 }
 

@@ -14,6 +14,7 @@ const TIME: &str = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[
 const LABEL: &str = "[a-zA-Z0-9]([a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?";
 const ATOM: &str = "[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]+";
 const OCTET: &str = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])";
+const POINTER: &str = "(/([^~/]|~[01])*)*";
 const GROUP: &str = "[0-9a-fA-F]{1,4}";
 
 /// The pattern of a format. `None` if the format is unknown: it is an annotation, as in the JSON Schema specification.
@@ -34,7 +35,7 @@ fn expression(format: &str) -> Option<String> {
             format!("P({days}({time})?|{time}|[0-9]{{1,9}}W)")
         }
         // Validators ask for a dot in the domain.
-        "email" => format!(r"{ATOM}(\.{ATOM})*@({LABEL}\.)+{LABEL}"),
+        "email" | "idn-email" => format!(r"{ATOM}(\.{ATOM})*@({LABEL}\.)+{LABEL}"),
         "hostname" => hostname(),
         "ipv4" => format!(r"({OCTET}\.){{3}}{OCTET}"),
         "ipv6" => {
@@ -47,14 +48,19 @@ fn expression(format: &str) -> Option<String> {
             short.chain([full]).collect::<Vec<_>>().join("|")
         }
         "uuid" => "[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}".to_owned(),
-        "uri" => {
+        "json-pointer" => POINTER.to_owned(),
+        "relative-json-pointer" => format!("(0|[1-9][0-9]{{0,8}})(#|{POINTER})"),
+        "uri" | "iri" | "uri-reference" | "iri-reference" => {
             let text = |more: &str| format!("([a-zA-Z0-9._~!$&'()*+,;=:@{more}-]|%[0-9a-fA-F]{{2}})");
             let segment = text("");
             let tail = text("/?") + "*";
             let address = r"\[[0-9a-fA-F:.]+\](:[0-9]{1,5})?";
             // Validators ask for text after the colon.
             let start = format!("(//({address})?{segment}*|/?{segment}+)");
-            format!(r"[a-zA-Z][a-zA-Z0-9+.-]*:{start}(/{segment}*)*(\?{tail})?(#{tail})?")
+            let absolute = format!("[a-zA-Z][a-zA-Z0-9+.-]*:{start}(/{segment}*)*");
+            let relative = format!("(/({segment}+(/{segment}*)*)?|[a-zA-Z0-9._~-]+(/{segment}*)*)?");
+            let path = if format.ends_with("reference") { format!("({absolute}|{relative})") } else { absolute };
+            format!(r"{path}(\?{tail})?(#{tail})?")
         }
         _ => return None,
     })

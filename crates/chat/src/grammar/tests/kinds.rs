@@ -1,6 +1,7 @@
 //! Kinds of schemas as libraries write them, each with many generated members.
 
 use super::*;
+use test_support::mutate::Dice;
 
 fn with_x(schema: &Value) -> Value {
     json!({"type": "object", "properties": {"x": schema}, "required": ["x"], "additionalProperties": false})
@@ -29,9 +30,92 @@ fn answers_match_patterns_with_look_ahead() {
         r"a(?=[bc]d)\w{2,5}$",
     ] {
         let regex = fancy_regex::Regex::new(&regex_to_lark(pattern, "dw")).unwrap();
-        check(&json!({"type": "string", "pattern": pattern, "maxLength": 40}), 12, |value| {
+        check(&json!({"type": "string", "pattern": pattern, "maxLength": 40}), 6, |value| {
             regex.is_match(value.as_str().unwrap()).unwrap()
         });
+    }
+}
+
+#[test]
+fn numbers_keep_exclusive_bounds() {
+    let mut dice = Dice(3);
+    for round in 0..40 {
+        let sign = *dice.pick(&[1.0, -1.0]);
+        let near = *dice.pick(&[0.0, 0.0, 1.0, 7.0, 10.0, 2500.0]);
+        let far = near + *dice.pick(&[0.001, 0.1, 0.5, 0.999, 1.0, 3.25]);
+        let [near, far] = [sign * near, sign * far];
+        let keys = [
+            ["exclusiveMinimum", "minimum", "maximum", "exclusiveMaximum"],
+            ["exclusiveMaximum", "maximum", "minimum", "exclusiveMinimum"],
+        ];
+        let [exclusive, inclusive, other, other_exclusive] = keys[usize::from(sign < 0.0)];
+        let far_key = *dice.pick(&[other, other_exclusive]);
+        let mut schema = json!({"type": "number", far_key: far});
+        if round % 3 == 0 {
+            schema[inclusive] = near.into();
+            schema[exclusive] = true.into();
+        } else {
+            schema[exclusive] = near.into();
+        }
+        let is_valid = |value: &Value| {
+            let [value, near, far] = [value.as_f64().unwrap(), near, far].map(|number| sign * number);
+            near < value && value <= far && (far_key == other || value < far)
+        };
+        check(&schema, 10, is_valid);
+    }
+}
+
+#[test]
+fn formats_are_enforced_or_refused() {
+    let segment = r"[^\s/?#\[\]]*";
+    for (format, pattern) in [
+        ("hostname", "^.{1,253}$".to_owned()),
+        ("json-pointer", "^(/([^/~]|~0|~1)*)*$".to_owned()),
+        ("relative-json-pointer", "^(0|[1-9][0-9]*)(#|(/([^/~]|~0|~1)*)*)$".to_owned()),
+        ("idn-email", "^[^@]+@[^@]+$".to_owned()),
+        (
+            "uri-reference",
+            format!(
+                r"^([a-zA-Z][\w+.-]*:)?(//(\[[^\]]*\])?{segment})?(?!//){segment}(/{segment})*(\?[^#\s]*)?(#[^#\s]*)?$"
+            ),
+        ),
+        ("iri", r"^[a-zA-Z][\w+.-]*:\S+$".to_owned()),
+    ] {
+        let regex = fancy_regex::Regex::new(&pattern).unwrap();
+        check(&json!({"type": "string", "format": format}), 6, |value| {
+            regex.is_match(value.as_str().unwrap()).unwrap()
+        });
+    }
+    for format in ["regex", "uri-template", "idn-hostname"] {
+        let schema = with_x(&json!({"type": "string", "format": format}));
+        let error = compile(&json_format(&schema, true)).err().unwrap();
+        assert!(error.path == ".properties.x.format" && error.reason.contains(format), "{error:?}");
+        assert!(compile(&json_format(&schema, false)).is_ok());
+    }
+}
+
+#[test]
+fn integer_formats_bound_integers() {
+    for (format, min, max) in [
+        ("int8", -128, 127),
+        ("uint8", 0, 255),
+        ("int16", -32_768, 32_767),
+        ("int32", -2_147_483_648, 2_147_483_647),
+        ("uint32", 0, 4_294_967_295),
+        ("uint64", 0, 1_000_000_000_000_000_000),
+        ("int64", -1_000_000_000_000_000_000, 1_000_000_000_000_000_000),
+    ] {
+        for (limits, is_kept) in [
+            (json!({}), Box::new(|_| true) as Box<dyn Fn(i64) -> bool>),
+            (json!({"minimum": 3}), Box::new(|number| number >= 3)),
+            (json!({"exclusiveMaximum": 100}), Box::new(|number| number < 100)),
+        ] {
+            let mut schema = json!({"type": "integer", "format": format});
+            schema.as_object_mut().unwrap().extend(limits.as_object().unwrap().clone());
+            check(&schema, 12, |value| {
+                value.as_i64().is_some_and(|number| (min..=max).contains(&number) && is_kept(number))
+            });
+        }
     }
 }
 
@@ -52,4 +136,16 @@ fn classes_have_javascript_syntax() {
     for value in random_values(&map, true, 12) {
         assert!(value.as_object().unwrap().keys().all(|name| name.chars().all(|c| "ab&".contains(c))), "{value}");
     }
+}
+
+/// marshmallow writes a type beside a reference.
+#[test]
+fn type_beside_reference_is_accepted() {
+    let node = |kind: Value| {
+        json!({"$ref": "#/$defs/node", "$defs": {"node": {"type": "object", "required": ["v"], "additionalProperties": false,
+            "properties": {"v": {"type": "integer"}, "next": {"type": kind, "$ref": "#/$defs/node"}}}}})
+    };
+    check_values(&node(json!("object")), 12);
+    let error = compile(&json_format(&node(json!(["object", "null"])), true)).err().unwrap();
+    assert!(error.reason.contains("circular"), "{error:?}");
 }
