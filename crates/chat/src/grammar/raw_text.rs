@@ -8,6 +8,7 @@ use super::{expressions, format::FormatError, look_ahead::top_level_alternatives
 use crate::schema::{OpenNames, TextLimits, TypeSet, ValueType};
 use llguidance::{derivre::RegexAst, regex_to_lark};
 use serde_json::Value;
+use std::collections::BTreeSet;
 
 /// The closing tag of a value, in Lark.
 pub const END: &str = r#""\n</parameter>\n""#;
@@ -24,6 +25,8 @@ const TAGS: [&str; 5] = ["</parameter>", "</function>", "</tool_call>", "<parame
 /// Expression of a text with a tag in it.
 const WITH_TAG: &str = r"(?s:.*)(<\/parameter>|<\/function>|<\/tool_call>|<parameter=|<function=)(?s:.*)";
 
+/// Largest minimum length. llguidance has about ten states for each character.
+const MAX_MIN: u64 = 1000;
 /// Maximum number of characters of a name that matches a pattern.
 const MAX_NAME: usize = 250;
 
@@ -124,6 +127,13 @@ fn other_values(types: TypeSet) -> impl Iterator<Item = String> {
 
 /// Expression of the texts that keep their limits and that are none of `excluded`. `None` if there is no such text.
 fn expression(text: &TextLimits, excluded: &[&str], strict: bool) -> Result<Option<String>, FormatError> {
+    if excluded.is_empty() && text.patterns.is_empty() && text.max.is_none() {
+        if strict && text.min > MAX_MIN {
+            let reason = format!("a `minLength` above {MAX_MIN} cannot be enforced for a parameter of a strict tool");
+            return Err(FormatError::new(".minLength", reason));
+        }
+        return Ok(Some(long_text(text.min.min(MAX_MIN))));
+    }
     let max = text.max.map_or_else(String::new, |max| max.to_string());
     let lengths = if (text.min, text.max) == (0, None) { "*".into() } else { format!("{{{},{max}}}", text.min) };
     let mut included = Vec::new();
@@ -134,6 +144,19 @@ fn expression(text: &TextLimits, excluded: &[&str], strict: bool) -> Result<Opti
     // The text must match up to the tag that ends it. A suffix, as in `TEXT_RULE`, would accept any text before the tag.
     let excluded: Vec<&str> = excluded.iter().copied().chain([WITH_TAG]).collect();
     Ok(intersection(&included, &excluded))
+}
+
+/// Expression of the texts with at least `min` characters and no tag. An intersection would take llguidance a step for
+/// each of these characters. What follows a `<` counts as one character up to the first that no tag has there.
+fn long_text(min: u64) -> String {
+    let starts: BTreeSet<&str> = TAGS.iter().flat_map(|tag| (1..tag.len()).map(|end| &tag[1..end])).collect();
+    let others = starts.iter().map(|start| {
+        let next = TAGS.iter().filter_map(|tag| tag[1..].strip_prefix(start)?.chars().next());
+        format!("{start}[^<{}]", next.collect::<String>())
+    });
+    let others = others.collect::<Vec<_>>().join("|");
+    let started = format!("(<({}))*", starts.into_iter().collect::<Vec<_>>().join("|"));
+    format!("/{}/", format!("([^<]|{started}<({others})){{{min},}}{started}").replace('/', "\\/"))
 }
 
 /// Lark expression of the texts that match all of `included` and none of `excluded`. `None` if it is known that there are
@@ -198,4 +221,34 @@ fn match_whole(pattern: &str) -> String {
 /// A Lark literal. Lark writes strings as JSON does.
 pub fn literal(text: &str) -> String {
     Value::from(text).to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use fancy_regex::Regex;
+    use test_support::mutate::Dice;
+
+    #[test]
+    fn long_text_has_no_tag() {
+        let with_tag = Regex::new(WITH_TAG).unwrap();
+        let [any, long] = [0, 4].map(|min| Regex::new(&format!("^(?:{})$", long_text(min).trim_matches('/'))).unwrap());
+        let mut dice = Dice(1);
+        let mut tags = 0;
+        for _ in 0..3000 {
+            let mut text = String::new();
+            for _ in 0..dice.below(6) {
+                let tag = *dice.pick(&TAGS);
+                let start = &tag[..dice.below(tag.len() + 1)];
+                text += ["<", "a", "é\n", "/", start, &tag[1..], tag][dice.below(7)];
+            }
+            let has_tag = with_tag.is_match(&text).unwrap();
+            assert_eq!(any.is_match(&text).unwrap(), !has_tag, "{text:?}");
+            let is_long = text.chars().count() >= 4 && !has_tag;
+            assert!(is_long || !long.is_match(&text).unwrap(), "{text:?}");
+            assert!(!is_long || text.contains('<') || long.is_match(&text).unwrap(), "{text:?}");
+            tags += usize::from(has_tag);
+        }
+        assert!((500..2500).contains(&tags), "{tags}");
+    }
 }

@@ -149,3 +149,18 @@ fn type_beside_reference_is_accepted() {
     let error = compile(&json_format(&node(json!(["object", "null"])), true)).err().unwrap();
     assert!(error.reason.contains("circular"), "{error:?}");
 }
+
+#[test]
+fn long_texts_are_enforced() {
+    for min in [60, 400, 950] {
+        for value in random_arguments(json!({"type": "string", "minLength": min}), true, 2) {
+            assert!(value.as_str().unwrap().chars().count() >= min, "{min}: {value}");
+        }
+    }
+    let schema = with_x(&json!({"type": "string", "minLength": 1001}));
+    let mut strict = tool("f", &schema);
+    strict["function"]["strict"] = true.into();
+    let error = compile(&call_format(&[strict], false)).err().unwrap();
+    assert_eq!((error.tool, error.path.as_str()), (Some(0), ".properties.x.minLength"));
+    assert!(compile(&call_format(&[tool("f", &schema)], false)).is_ok());
+}
