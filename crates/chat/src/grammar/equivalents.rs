@@ -26,19 +26,21 @@ pub fn replace_unique_items(prepared: &mut Map<String, Value>, items: Option<&Va
     let has_others = ["prefixItems", "enum", "const"].iter().any(|key| prepared.contains_key(*key));
     let constants = items.filter(|_| is_list && !has_others).and_then(constants);
     let Some(arrays) = constants.and_then(|constants| unique_arrays(&constants, min, max)) else { return false };
-    ["items", "minItems", "maxItems"].iter().for_each(|key| _ = prepared.shift_remove(*key));
+    // The items may have limits that their constants do not keep.
+    let kept = usize::from(items.is_some_and(|items| !TypeSet::NULL.or(TypeSet::BOOLEAN).has(items.others)));
+    ["items", "minItems", "maxItems"][kept..].iter().for_each(|key| _ = prepared.shift_remove(*key));
     prepared.insert("enum".into(), arrays.into());
     true
 }
 
-/// Lists values. `None` if they are not listed, or if one is not a string, a boolean or null.
+/// Lists values. `None` if they are not listed.
 fn constants(value: &ValueType) -> Option<Vec<Value>> {
     let others = [(TypeSet::NULL, Value::Null), (TypeSet::TRUE, true.into()), (TypeSet::FALSE, false.into())];
-    let is_listed = value.texts.is_empty() && TypeSet::NULL.or(TypeSet::BOOLEAN).has(value.others);
+    let listed = value.constants().filter(|_| value.texts.is_empty())?;
     let words: BTreeSet<&String> = value.words.iter().collect();
     let words = words.into_iter().map(|word| Value::from(word.as_str()));
     let others = others.into_iter().filter(|(kind, _)| value.others.has(*kind)).map(|(_, value)| value);
-    is_listed.then(|| words.chain(others).collect())
+    Some(words.chain(others).chain(listed).collect())
 }
 
 /// All arrays of `min` to `max` different constants. `None` if they are too many or too large.
@@ -174,6 +176,8 @@ mod tests {
             (pets, "anyOf", json!([required("cat"), required("dog")])),
             (list(json!({"type": "boolean"})), "enum", json!([[], [true], [false], [true, false], [false, true]])),
             (pairs, "enum", json!([["a", "b"], ["a", null], ["b", "a"], ["b", null], [null, "a"], [null, "b"]])),
+            (list(json!({"type": "integer", "enum": [2, 1]})), "enum", json!([[], [1], [2], [1, 2], [2, 1]])),
+            (list(json!({"const": 1.5})), "enum", json!([[], [1.5]])),
             (short, "enum", Value::Null),
             (map(json!({"enum": ["a", "b"]})), "properties", json!({"a": nulls, "b": nulls})),
             (map(json!({"pattern": "^x"})), "patternProperties", json!({"^x": nulls})),

@@ -102,6 +102,13 @@ impl ValueType {
         !self.words.is_empty() || !self.texts.is_empty()
     }
 
+    /// The numbers, arrays and objects. `None` if the schema does not list them all.
+    pub fn constants(&self) -> Option<Vec<Value>> {
+        let listed = self.constants.as_ref()?.iter().filter(|(_, kind)| self.others.has_any(**kind));
+        let texts: BTreeSet<&String> = listed.map(|(text, _)| text).collect();
+        texts.into_iter().map(|text| serde_json::from_str(text).ok()).collect()
+    }
+
     /// Number of listed values.
     pub fn listed(&self) -> usize {
         self.words.len() + self.constants.as_ref().map_or(0, HashMap::len)

@@ -164,3 +164,35 @@ fn long_texts_are_enforced() {
     assert_eq!((error.tool, error.path.as_str()), (Some(0), ".properties.x.minLength"));
     assert!(compile(&call_format(&[tool("f", &schema)], false)).is_ok());
 }
+
+#[test]
+fn items_of_constants_are_unique() {
+    let mut dice = Dice(9);
+    let all = [
+        json!("a"),
+        json!("b"),
+        json!(1),
+        json!(2),
+        json!(2.5),
+        json!(-3),
+        json!([1]),
+        json!({"a": 2}),
+        json!(true),
+        Value::Null,
+        json!("1"),
+    ];
+    let mut compiled = 0;
+    for _ in 0..25 {
+        let start = dice.below(all.len() - 4);
+        let constants = &all[start..start + 1 + dice.below(4)];
+        let mut items = json!({"enum": constants});
+        if dice.below(3) == 0 {
+            items["minimum"] = 2.into();
+        }
+        let schema = json!({"type": "array", "items": items, "uniqueItems": true});
+        let Ok(_) = compile(&json_format(&with_x(&schema), true)) else { continue };
+        compiled += 1;
+        check(&schema, 6, |value| test_validator::errors(&schema, value, &schema).is_empty());
+    }
+    assert!(compiled > 15, "{compiled}");
+}
