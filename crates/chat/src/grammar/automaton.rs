@@ -83,7 +83,7 @@ fn character(code: u32) -> String {
     }
 }
 
-/// Whether a state accepts, and the next states.
+/// True if a state accepts, and its next states.
 type State = (bool, Vec<Range<usize>>);
 
 /// The states of an automaton, with the start first.

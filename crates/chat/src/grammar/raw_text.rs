@@ -147,7 +147,7 @@ fn expression(text: &TextLimits, excluded: &[&str], strict: bool) -> Result<Opti
 }
 
 /// Expression of the texts with at least `min` characters and no tag. An intersection would take llguidance a step for
-/// each of these characters. What follows a `<` counts as one character up to the first that no tag has there.
+/// each of these characters. A `<` and the text after it count as one character, up to the first that no tag has there.
 fn long_text(min: u64) -> String {
     let starts: BTreeSet<&str> = TAGS.iter().flat_map(|tag| (1..tag.len()).map(|end| &tag[1..end])).collect();
     let others = starts.iter().map(|start| {
