@@ -17,10 +17,7 @@ use axum::{
 };
 use std::{future::Future, io, sync::Arc, time::Duration};
 use tokio::{net::TcpListener, sync::watch};
-use tower_http::{
-    cors::{AllowHeaders, AllowOrigin, CorsLayer},
-    decompression::RequestDecompressionLayer,
-};
+use tower_http::cors::{AllowHeaders, AllowOrigin, CorsLayer};
 
 /// The APIs that a port serves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -81,8 +78,7 @@ fn router_for(api: ApiSet, state: Arc<ServerState>) -> Router {
         .fallback(no_such_path)
         .method_not_allowed_fallback(wrong_method)
         .layer(from_fn(request_log::enforce_deadline))
-        .layer(RequestDecompressionLayer::new())
-        .layer(from_fn(gzip::check_encoding))
+        .layer(from_fn(gzip::decompress))
         .layer(from_fn_with_state(state.clone(), auth::require_key))
         .layer(from_fn_with_state(state.origins.clone(), origin::check_origin))
         .layer(from_fn_with_state(state.clone(), unread_body::discard));

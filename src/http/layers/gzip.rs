@@ -3,16 +3,23 @@
 //! Limits on size and memory apply to the decompressed bytes, so a small body that expands to a large body is refused.
 
 use crate::http::ApiError;
+use async_compression::tokio::bufread::GzipDecoder;
 use axum::{
+    body::Body,
     extract::Request,
-    http::{HeaderValue, header},
+    http::header,
     middleware::Next,
     response::{IntoResponse, Response},
 };
+use std::io;
+use tokio_stream::StreamExt;
+use tokio_util::io::{ReaderStream, StreamReader};
 
-/// Refuses every encoding except gzip, and normalises the name of the encoding in the header. The next layer
-/// decompresses the body.
-pub async fn check_encoding(mut request: Request, next: Next) -> Response {
+/// Size of the decompressed chunks.
+const CHUNK: usize = 32 << 10;
+
+/// Layer that decompresses gzip bodies and refuses every other encoding.
+pub async fn decompress(mut request: Request, next: Next) -> Response {
     let mut given = request.headers().get_all(header::CONTENT_ENCODING).iter();
     let encoding = match (given.next(), given.next()) {
         (None, _) => return next.run(request).await,
@@ -22,12 +29,77 @@ pub async fn check_encoding(mut request: Request, next: Next) -> Response {
     };
     match &*encoding {
         b"gzip" | b"x-gzip" => {
-            request.headers_mut().insert(header::CONTENT_ENCODING, HeaderValue::from_static("gzip"));
+            request.headers_mut().remove(header::CONTENT_LENGTH);
+            request = request.map(decompressed);
         }
-        b"" | b"identity" => {
-            request.headers_mut().remove(header::CONTENT_ENCODING);
-        }
+        b"" | b"identity" => {}
         _ => return ApiError::unknown_encoding().into_response(),
     }
+    request.headers_mut().remove(header::CONTENT_ENCODING);
     next.run(request).await
+}
+
+/// Decompresses all gzip members of a body. Bytes after the last member are an error.
+fn decompressed(body: Body) -> Body {
+    let chunks = body.into_data_stream().map(|chunk| chunk.map_err(io::Error::other));
+    let mut decoder = GzipDecoder::new(StreamReader::new(chunks));
+    decoder.multiple_members(true);
+    Body::from_stream(ReaderStream::with_capacity(decoder, CHUNK))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use axum::body;
+    use flate2::{Compression, write::GzEncoder};
+    use std::{fmt::Write as _, io::Write};
+    use test_support::{random_cases::seeds, split_mix64};
+
+    fn below(random: &mut u64, count: usize) -> usize {
+        (split_mix64::next(random) % count as u64) as usize
+    }
+
+    fn member(text: &str) -> Vec<u8> {
+        let mut encoder = GzEncoder::new(Vec::new(), Compression::fast());
+        encoder.write_all(text.as_bytes()).unwrap();
+        encoder.finish().unwrap()
+    }
+
+    /// Decompresses `bytes`, which arrive in random chunks.
+    async fn text(random: &mut u64, mut bytes: &[u8]) -> Option<String> {
+        let mut chunks = Vec::new();
+        let largest = [1, 7, 40, 1000][below(random, 4)];
+        while !bytes.is_empty() {
+            let (chunk, rest) = bytes.split_at(bytes.len().min(1 + below(random, largest)));
+            chunks.push(io::Result::Ok(chunk.to_vec()));
+            bytes = rest;
+        }
+        let body = decompressed(Body::from_stream(tokio_stream::iter(chunks)));
+        let bytes = body::to_bytes(body, usize::MAX).await.ok()?;
+        Some(String::from_utf8(bytes.to_vec()).unwrap())
+    }
+
+    #[tokio::test]
+    async fn all_members_are_read() {
+        for seed in seeds(300) {
+            let random = &mut seed.clone();
+            let (mut whole, mut compressed) = (String::new(), Vec::new());
+            for _ in 0..1 + below(random, 4) {
+                let mut part = String::new();
+                for _ in 0..below(random, 3) * below(random, 2000) {
+                    write!(part, "{} ", below(random, 1000)).unwrap();
+                }
+                compressed.extend(member(&part));
+                whole += &part;
+            }
+            assert_eq!(text(random, &compressed).await.as_ref(), Some(&whole), "seed {seed}");
+            // Neither a part of the last member nor more bytes are accepted.
+            let cut = compressed.len() - 1 - below(random, 19);
+            assert_eq!(text(random, &compressed[..cut]).await, None, "seed {seed}: {cut} of {}", compressed.len());
+            let first = [0, 0x1f, b' ', b'{'][below(random, 4)];
+            compressed
+                .extend((0..1 + below(random, 30)).map(|n| if n == 0 { first } else { below(random, 256) as u8 }));
+            assert_eq!(text(random, &compressed).await, None, "seed {seed}: {first} follows");
+        }
+    }
 }
