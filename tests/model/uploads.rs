@@ -241,9 +241,33 @@ fn blank_embedding_and_head_are_refused() {
             "{part}: {error}"
         );
     }
-    for part in ["embed_tokens.weight", "embed_tokens.scales", "lm_head.weight", "lm_head.scales"] {
+    for part in ["embed_tokens.weight", "embed_tokens.scales", "lm_head.weight", "lm_head.scales", "model.norm.weight"]
+    {
         assert!(blank(&[part]).refusal().contains(" is zero, as in a file whose download did not end"), "{part}");
     }
     // A layer that is zero does nothing.
     blank(&["layers.0."]).logits();
+}
+
+#[test]
+fn vectors_that_are_not_finite_are_refused() {
+    let layout = Layout::of("affine4");
+    let is_vector =
+        |name: &&String| ["norm.weight", "A_log", "dt_bias", "conv1d.weight"].iter().any(|end| name.ends_with(end));
+    let names: Vec<_> = layout.tensors.keys().filter(is_vector).cloned().collect();
+    assert_eq!(names.len(), 11, "{names:?}");
+    for (number, name) in names.iter().enumerate() {
+        let mut layout = Layout::of("affine4");
+        let (dtype, _, data) = layout.tensors.get_mut(name).unwrap();
+        let wrong = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY][number % 3];
+        let bytes = match dtype {
+            Dtype::F32 => wrong.to_le_bytes().to_vec(),
+            // BF16 is the upper half of an F32.
+            _ => wrong.to_le_bytes()[2..].to_vec(),
+        };
+        let count = data.len() / bytes.len();
+        data[number * 7 % count * bytes.len()..][..bytes.len()].copy_from_slice(&bytes);
+        let error = layout.refusal();
+        assert!(error.contains(&format!("has the value {wrong}")), "{name}: {error}");
+    }
 }

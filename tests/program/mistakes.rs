@@ -288,11 +288,15 @@ fn weights_that_are_zero_are_logged() {
     let trunk = matrices.into_iter().flat_map(|matrix| parts.map(|part| (matrix, part, matrix)));
     let experts = ["switch_mlp.gate_proj", "switch_mlp.up_proj", "switch_mlp.down_proj"];
     let experts = experts.into_iter().flat_map(|matrix| parts.map(|part| (matrix, part, "a part of an expert")));
-    for (matrix, part, what) in trunk.chain(experts) {
+    let vectors =
+        ["input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "linear_attn.norm", "linear_attn.conv1d"];
+    let vectors = vectors.map(|vector| (vector, "weight", vector)).into_iter();
+    for (matrix, part, what) in trunk.chain(experts).chain(vectors) {
         let dir = with_zeros(home.path(), &format!("{matrix}.{part}"));
         let text = output_of(home.path(), "", &["generate", dir.path().to_str().unwrap(), "-p", "Hi", "-n", "4"]);
         let sentence = "is zero, as in a file whose download did not end";
-        assert!(text.contains(&format!("{what} {sentence}")), "{matrix}.{part}: {text}");
+        let named = [what.to_owned(), format!("{what}.weight")].map(|name| format!("{name} {sentence}"));
+        assert!(named.iter().any(|named| text.contains(named)), "{matrix}.{part}: {text}");
     }
 }
 

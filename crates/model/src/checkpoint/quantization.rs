@@ -1,5 +1,5 @@
 //! Infers the quantization of a matrix from its shapes and the type of its scales, and compares the result with
-//! `config.json`.
+//! `config.json`. Recognises the tensors of formats that are not supported.
 //!
 //! The `quantization` table of some checkpoints is wrong: the converter JANG writes the smallest number of bits
 //! of all tensors, and some converters rename tensors without updating the table. Since the architecture defines the
@@ -199,4 +199,30 @@ pub fn float(dtype: Dtype) -> Option<Float> {
         Dtype::BF16 => Some(Float::Bf16),
         _ => None,
     }
+}
+
+/// The error for a tensor of a format that is not supported. `None` for any other tensor.
+pub fn foreign_format(name: &str) -> Option<String> {
+    let formats = [
+        ("JANGTQ", &["tq_packed", "tq_norms", "tq_bits"][..]),
+        ("GPTQ and AWQ", &[".qweight", ".qzeros", ".g_idx"]),
+        ("packed compressed-tensors", &[".weight_packed", ".weight_shape", ".weight_zero_point"]),
+        ("ModelOpt's NVFP4", &[".weight_scale_2"]),
+        ("bitsandbytes", &[".absmax", ".quant_map", ".nested_absmax", ".quant_state.bitsandbytes__nf4", ".SCB"]),
+        ("HQQ", &[".W_q"]),
+        (
+            "unmerged LoRA",
+            &[
+                ".lora_A.weight",
+                ".lora_B.weight",
+                ".lora_a",
+                ".lora_b",
+                ".base_layer.weight",
+                ".modules_to_save.default.weight",
+            ],
+        ),
+    ];
+    let part = |parts: &[&'static str]| parts.iter().copied().find(|part| name.ends_with(part));
+    let (format, part) = formats.iter().find_map(|(format, parts)| Some((format, part(parts)?)))?;
+    Some(format!("{format} checkpoints are not supported (it has {} tensors)", part.trim_start_matches('.')))
 }

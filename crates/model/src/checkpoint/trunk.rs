@@ -5,7 +5,7 @@
 
 use super::{
     names::canonical_name,
-    quantization::{QuantizationTable, float, infer_format},
+    quantization::{QuantizationTable, float, foreign_format, infer_format},
 };
 use crate::{
     checkpoint::index::{Dtype, Index, TensorEntry, zero_weights},
@@ -205,14 +205,19 @@ impl Checkpoint {
         StoreError::Mismatch { name: name.into(), file, expected, found }.into()
     }
 
-    /// Reads a small tensor that has `len` floats in any shape.
+    /// Reads a small tensor that has `len` floats in any shape. A value that is infinite or no number is an error.
     pub fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>, ModelError> {
         let entry = self.get(name)?;
         let Some(float) = float(entry.dtype).filter(|_| entry.shape.iter().product::<usize>() == len) else {
             return Err(self.mismatch(name, entry, format!("{len} floats")));
         };
         let bytes = self.read(entry)?;
-        Ok((0..len).map(|index| float.get(&bytes, index)).collect())
+        let values: Vec<f32> = (0..len).map(|index| float.get(&bytes, index)).collect();
+        if let Some(wrong) = values.iter().find(|value| !value.is_finite()) {
+            let why = format!("{name} has the value {wrong}; download or convert it again");
+            return Err(StoreError::NotACheckpoint { path: self.index.path(entry).into(), why }.into());
+        }
+        Ok(values)
     }
 
     /// Reads a convolution over time of each channel. `[C, 1, K]` and `[C, K, 1]` have the same order of values.
@@ -357,32 +362,6 @@ impl Checkpoint {
     }
 }
 
-/// The error for a tensor of a format that is not supported. `None` for any other tensor.
-fn foreign_format(name: &str) -> Option<String> {
-    let formats = [
-        ("JANGTQ", &["tq_packed", "tq_norms", "tq_bits"][..]),
-        ("GPTQ and AWQ", &[".qweight", ".qzeros", ".g_idx"]),
-        ("packed compressed-tensors", &[".weight_packed", ".weight_shape", ".weight_zero_point"]),
-        ("ModelOpt's NVFP4", &[".weight_scale_2"]),
-        ("bitsandbytes", &[".absmax", ".quant_map", ".nested_absmax", ".quant_state.bitsandbytes__nf4", ".SCB"]),
-        ("HQQ", &[".W_q"]),
-        (
-            "unmerged LoRA",
-            &[
-                ".lora_A.weight",
-                ".lora_B.weight",
-                ".lora_a",
-                ".lora_b",
-                ".base_layer.weight",
-                ".modules_to_save.default.weight",
-            ],
-        ),
-    ];
-    let part = |parts: &[&'static str]| parts.iter().copied().find(|part| name.ends_with(part));
-    let (format, part) = formats.iter().find_map(|(format, parts)| Some((format, part(parts)?)))?;
-    Some(format!("{format} checkpoints are not supported (it has {} tensors)", part.trim_start_matches('.')))
-}
-
 /// True for Hugging Face's layout, false for MLX's layout. Decides by the shape of a convolution that is wider than 1.
 /// If there is no such convolution, decides by tensor names. A convolution without the dimension of 1 does not show the
 /// layout.
@@ -430,7 +409,8 @@ pub struct TrunkLoader<'a> {
     slab: Option<Slab>,
     /// Total bytes of the matrices so far.
     len: usize,
-    /// Names and files of matrices of which a part (codes, scales or biases) is zero, until they are reported.
+    /// Names and files of norms, of convolutions, and of matrices of which a part (codes, scales or biases) is zero,
+    /// until they are reported.
     zero: Vec<(String, &'a Path)>,
     vectors: Vec<f32>,
     /// The buffers of matrices and of small vectors.
@@ -473,16 +453,17 @@ impl<'a> TrunkLoader<'a> {
         self.len
     }
 
-    /// Checks that the matrices of `what`, which were read last, are not zero.
+    /// Checks that the weights of `what`, which were read last, are not zero.
     ///
     /// # Errors
-    /// A part of a matrix (codes, scales or biases) is zero. Programs that download reserve a file's whole size at the start, so the file looks complete.
+    /// A norm, or a part of a matrix (codes, scales or biases), is zero. Programs that download reserve a file's whole
+    /// size at the start, so the file looks complete.
     pub fn check_not_zero(&mut self, what: &str) -> Result<(), ModelError> {
         let Some((name, file)) = std::mem::take(&mut self.zero).into_iter().next() else { return Ok(()) };
         Err(zero_weights(file, &format!("{what} ({name})")).into())
     }
 
-    /// Logs that matrices which were read last are zero. A model that is made by hand may have them.
+    /// Logs that weights which were read last are zero. A model that is made by hand may have them.
     pub fn report_zero(&mut self) {
         let zero = std::mem::take(&mut self.zero);
         if let Some((name, file)) = zero.first() {
@@ -557,7 +538,24 @@ impl<'a> TrunkLoader<'a> {
     /// Loads the effective weight of a norm.
     pub fn norm(&mut self, name: &str, len: usize) -> Result<Region, ModelError> {
         let values = self.from.norm(name, len)?;
+        self.note_zero(name, &values)?;
         Ok(self.vector(&values))
+    }
+
+    /// Reads a norm whose weight is stored as it is in every layout.
+    pub fn plain_norm(&mut self, name: &str, len: usize) -> Result<Vec<f32>, ModelError> {
+        let values = self.from.vector(name, len)?;
+        self.note_zero(name, &values)?;
+        Ok(values)
+    }
+
+    /// Notes that the factors `values` of the tensor `name` are zero, until this is reported. A layer with them does
+    /// nothing.
+    pub fn note_zero(&mut self, name: &str, values: &[f32]) -> Result<(), ModelError> {
+        if self.slab.is_some() && values.iter().all(|value| *value == 0.0) {
+            self.zero.push((name.into(), self.from.index.path(self.from.get(name)?)));
+        }
+        Ok(())
     }
 
     /// Appends a small vector to the buffer of vectors.

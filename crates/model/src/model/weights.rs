@@ -153,7 +153,10 @@ impl Network {
         let head = if config.tied { None } else { Some(trunk.weight(names::LM_HEAD, config.vocab, hidden)?) };
         trunk.check_not_zero("the LM head")?;
         let before_head = Residual::load(trunk, config, names::FINAL_NORM, names::LAST_MIX, false)?;
-        trunk.report_zero();
+        match &before_head {
+            Residual::Norm(_) => trunk.check_not_zero("the last norm")?,
+            Residual::Streams(_) => trunk.report_zero(),
+        }
         Ok((Self { embed, layers, before_head, head }, map))
     }
 
@@ -340,12 +343,12 @@ impl DeltaNetWeights {
         let path = |name: &str| format!("{prefix}linear_attn.{name}");
         // The operation reads [K, C].
         let raw = trunk.from.convolution(&path("conv1d.weight"), d.channels(), d.conv_width)?;
+        trunk.note_zero(&path("conv1d.weight"), &raw)?;
         let conv: Vec<f32> =
             (0..d.conv_width).flat_map(|at| raw.iter().skip(at).step_by(d.conv_width).copied()).collect();
         let rate: Vec<f32> = trunk.from.vector(&path("A_log"), d.value_heads)?.iter().map(|a| -a.exp()).collect();
         let dt_bias = trunk.from.vector(&path("dt_bias"), d.value_heads)?;
-        // Unlike the other norms, this one is stored as `w` in every layout.
-        let norm = trunk.from.vector(&path("norm.weight"), d.value_dim)?;
+        let norm = trunk.plain_norm(&path("norm.weight"), d.value_dim)?;
         let decay = Decay { rate: trunk.vector(&rate), dt_bias: trunk.vector(&dt_bias) };
         let conv = trunk.vector(&conv);
         let norm = trunk.vector(&norm);

@@ -231,7 +231,8 @@ mod tests {
             pixels: RgbImage { height: 64, width: 64, data: vec![7; 64 * 64 * 3] },
             ..Image::default()
         };
-        for part in ["patch_embed.proj", "blocks.0.attn.qkv", "blocks.1.mlp.linear_fc2", "merger.linear_fc1"] {
+        let matrices = ["patch_embed.proj", "blocks.0.attn.qkv", "blocks.1.mlp.linear_fc2", "merger.linear_fc1"];
+        for part in matrices.into_iter().chain(["blocks.0.norm1", "blocks.1.norm2", "merger.norm"]) {
             let dir = tempfile::tempdir().unwrap();
             let mut bytes = std::fs::read(&index.files[0]).unwrap();
             let zeroed = index.tensors.iter().filter(|(name, _)| name.contains(&format!("{part}.")));

@@ -144,8 +144,10 @@ impl TowerWeights {
     }
 
     pub fn norm(&self, path: &str, len: usize) -> Result<LayerNorm, ModelError> {
-        let part = |part: &str| self.tensor(self.vector(&format!("{path}.{part}"), len)?, &[len]);
-        Ok(LayerNorm::new(part("weight")?, part("bias")?, EPS))
+        let weight = self.vector(&format!("{path}.weight"), len)?;
+        self.check_not_zero(&format!("{path}.weight"), &weight)?;
+        let bias = self.vector(&format!("{path}.bias"), len)?;
+        Ok(LayerNorm::new(self.tensor(weight, &[len])?, self.tensor(bias, &[len])?, EPS))
     }
 
     /// The convolution that embeds patches, as a matrix. This is possible because the convolution's stride is its

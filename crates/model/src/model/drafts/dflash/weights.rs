@@ -63,9 +63,8 @@ impl DflashWeights {
     /// Loads every tensor of the checkpoint.
     pub fn load(trunk: &mut TrunkLoader<'_>, config: &DflashConfig) -> Result<Self, ModelError> {
         let hidden = config.hidden;
-        let vector = |name: &str, len: usize| trunk.from.vector(&path(name), len);
-        let hidden_norm = vector("hidden_norm.weight", hidden)?;
-        let norm = vector("norm.weight", hidden)?;
+        let hidden_norm = trunk.plain_norm(&path("hidden_norm.weight"), hidden)?;
+        let norm = trunk.plain_norm(&path("norm.weight"), hidden)?;
         let layers =
             (0..config.layers.len()).map(|index| DflashLayer::load(trunk, &format!("layers.{index}."), config));
         let layers = layers.collect::<Result<_, _>>()?;
@@ -88,11 +87,11 @@ impl DflashLayer {
             ]),
         };
         // Norm weights are used as stored, unlike the target's in Hugging Face's layout, which are stored minus one.
-        let vector = |name: &str, len: usize| trunk.from.vector(&path(&format!("{prefix}{name}.weight")), len);
-        let norm = vector("input_layernorm", hidden)?;
-        let post_norm = vector("post_attention_layernorm", hidden)?;
-        let q_norm = vector("self_attn.q_norm", dim)?;
-        let k_norm = vector("self_attn.k_norm", dim)?;
+        let mut read = |name: &str, len: usize| trunk.plain_norm(&path(&format!("{prefix}{name}.weight")), len);
+        let norm = read("input_layernorm", hidden)?;
+        let post_norm = read("post_attention_layernorm", hidden)?;
+        let q_norm = read("self_attn.q_norm", dim)?;
+        let k_norm = read("self_attn.k_norm", dim)?;
         let mut weight = |name: &str, rows, cols| trunk.weight(&path(&format!("{prefix}{name}")), rows, cols);
         Ok(Self {
             norm,
