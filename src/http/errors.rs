@@ -30,12 +30,16 @@ use moestro_chat::error::ChatError;
 use moestro_engine::error::EngineError;
 use moestro_model::error::ModelError;
 use serde_json::{Value, json};
-use std::fmt::Display;
+use std::{borrow::Cow, fmt::Display};
 
 /// Code of errors about a full context.
 const CONTEXT_EXCEEDED: &str = "context_length_exceeded";
-/// Maximum number of bytes of an error's message, and of the path of its field.
-const MAX_BYTES: usize = 4096;
+/// Maximum number of bytes of an error's message.
+const MAX_MESSAGE: usize = 600;
+/// Maximum number of bytes of the path of a field.
+const MAX_PATH: usize = 256;
+/// Maximum number of bytes of a text of the client in a message.
+const MAX_QUOTE: usize = 120;
 /// Error code of a full queue.
 const QUEUE_FULL: &str = "queue_full";
 
@@ -54,7 +58,7 @@ pub struct ApiError {
 
 impl ApiError {
     fn new(status: StatusCode, kind: &'static str, code: Option<&'static str>, message: impl Into<String>) -> Self {
-        let message = bounded(message.into());
+        let message = bounded(&escaped(&message.into()), MAX_MESSAGE).into_owned();
         Self { status, kind, code, param: None, message, retry_after: None, lengths: None }
     }
 
@@ -75,7 +79,7 @@ impl ApiError {
     }
 
     fn at(self, param: impl Into<String>) -> Self {
-        Self { param: Some(bounded(param.into())), ..self }
+        Self { param: Some(path(param.into())), ..self }
     }
 
     fn retry_after(self, seconds: u32) -> Self {
@@ -89,19 +93,19 @@ impl ApiError {
 
     /// A wrong value. The message is `param` followed by `problem`, such as "must be positive."
     pub fn wrong_value(param: impl Into<String>, problem: impl Display) -> Self {
-        let param = param.into();
+        let param = path(param.into());
         let message = format!("{param} {problem}");
         Self::invalid(param, message)
     }
 
     /// A word that is not allowed. `allowed` lists the words that are, such as "`a`, `b` or `c`".
     pub fn not_allowed(param: impl Into<String>, word: &str, allowed: &str) -> Self {
-        Self::wrong_value(param, format!("is `{word}`; it must be {allowed}."))
+        Self::wrong_value(param, format!("is `{}`; it must be {allowed}.", quote(word)))
     }
 
     /// A value of the wrong type. The message is `param` followed by `problem`, such as "must be a string."
     pub fn wrong_type(param: impl Into<String>, problem: impl Display) -> Self {
-        let param = param.into();
+        let param = path(param.into());
         let message = format!("{param} {problem}");
         Self::json(Some(param), message)
     }
@@ -116,10 +120,10 @@ impl ApiError {
         Self::bad_request("unsupported_parameter", message).at(param)
     }
 
-    /// A body that is not JSON (`path` is `None`), or a field of the wrong type.
-    pub fn json(path: Option<String>, message: impl Into<String>) -> Self {
-        let code = if path.is_some() { "invalid_type" } else { "invalid_json" };
-        Self { param: path, ..Self::bad_request(code, message) }
+    /// A body that is not JSON (`param` is `None`), or a field of the wrong type.
+    pub fn json(param: Option<String>, message: impl Into<String>) -> Self {
+        let code = if param.is_some() { "invalid_type" } else { "invalid_json" };
+        Self { param: param.map(path), ..Self::bad_request(code, message) }
     }
 
     /// A prompt above `--max-prompt-tokens`.
@@ -187,19 +191,21 @@ impl ApiError {
     }
 
     pub fn no_such_model(requested: &str, served: &str) -> Self {
-        let message = format!("The model `{requested}` does not exist here. This server serves `{served}`.");
+        let message = format!("The model `{}` does not exist here. This server serves `{served}`.", quote(requested));
         Self::client(StatusCode::NOT_FOUND, "model_not_found", message).at("model")
     }
 
     pub fn no_such_response(id: &str, param: &str) -> Self {
         let message = format!(
-            "The response `{id}` is not stored here. It had `store: false`, was evicted, or the \
-                               server has been restarted since."
+            "The response `{}` is not stored here. It had `store: false`, was evicted, or the server has been restarted \
+             since.",
+            quote(id)
         );
         Self::client(StatusCode::NOT_FOUND, "response_not_found", message).at(param)
     }
 
     pub fn no_such_item(id: &str, param: &str) -> Self {
+        let id = quote(id);
         let message = format!("{param} refers to the item `{id}`, which no stored response has. Send the whole item.");
         Self::client(StatusCode::NOT_FOUND, "item_not_found", message).at(param)
     }
@@ -207,11 +213,13 @@ impl ApiError {
     /// `hint` is a sentence about the path, or an empty string.
     pub fn no_such_path(method: &str, path: &str, hint: &str) -> Self {
         let separator = if hint.is_empty() { "" } else { ". " };
+        let method = quote(method);
+        let path = quote(path);
         Self::client(StatusCode::NOT_FOUND, "not_found", format!("Unknown path: {method} {path}{separator}{hint}"))
     }
 
     pub fn wrong_method(method: &str, path: &str) -> Self {
-        let message = format!("{path} does not support {method}.");
+        let message = format!("{} does not support {}.", quote(path), quote(method));
         Self::client(StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", message)
     }
 
@@ -255,6 +263,7 @@ impl ApiError {
 
     /// A `Host` that is not a name of this machine. A web page that uses DNS rebinding sends its host's name.
     pub fn wrong_host(host: &str) -> Self {
+        let host = quote(host);
         let message = format!(
             "The host `{host}` is not allowed: this server accepts local names only. If it is a name of this server, \
              start it with --allowed-host {host}."
@@ -264,6 +273,7 @@ impl ApiError {
 
     /// A web page of another origin.
     pub fn wrong_origin(origin: &str) -> Self {
+        let origin = quote(origin);
         let message = format!(
             "Web pages of {origin} are not allowed to use this server. To allow them, start it with --cors {origin}."
         );
@@ -299,13 +309,13 @@ impl ApiError {
     /// A request to unload a model that is not in memory.
     pub fn not_in_memory(id: &str, loaded: Option<&str>) -> Self {
         let loaded = loaded.map_or("No model is".into(), |loaded| format!("`{loaded}` is"));
-        let message = format!("The model `{id}` is not loaded. {loaded} in memory.");
+        let message = format!("The model `{}` is not loaded. {loaded} in memory.", quote(id));
         Self::client(StatusCode::NOT_FOUND, "model_not_loaded", message).at("model")
     }
 
     /// A model that is on this machine and cannot be loaded. `why` has no directories.
     pub fn not_loaded(id: &str, why: &str) -> Self {
-        Self::server(Some("model_not_loaded"), format!("The model `{id}` could not be loaded: {why}"))
+        Self::server(Some("model_not_loaded"), format!("The model `{}` could not be loaded: {why}", quote(id)))
     }
 
     pub fn message(&self) -> &str {
@@ -376,15 +386,38 @@ impl From<ChatError> for ApiError {
     }
 }
 
-/// A text without its middle if it is longer than [`MAX_BYTES`]. The client's text in it may have megabytes.
-fn bounded(text: String) -> String {
-    if text.len() <= MAX_BYTES {
-        return text;
+/// A text of the client for a sentence: without its middle if it is long, because it may have megabytes.
+pub fn quote(text: &str) -> Cow<'_, str> {
+    bounded(text, MAX_QUOTE)
+}
+
+/// The path of a field for an error. Names that the client chose, such as those in a schema, are part of it.
+fn path(text: String) -> String {
+    bounded(&escaped(&text), MAX_PATH).into_owned()
+}
+
+/// A text without its middle if it has more than `max` bytes.
+fn bounded(text: &str, max: usize) -> Cow<'_, str> {
+    if text.len() <= max {
+        return text.into();
     }
     let boundary = |from: usize| (from..).find(|&at| text.is_char_boundary(at)).unwrap_or(text.len());
-    let start = boundary(MAX_BYTES / 2);
-    let end = boundary(text.len() - MAX_BYTES / 4);
-    [&text[..start], " ... ", &text[end..]].concat()
+    let start = boundary(max / 2);
+    let end = boundary(text.len() - max / 4);
+    format!("{} ... {}", &text[..start], &text[end..]).into()
+}
+
+/// A text with its control characters escaped, except line feeds. A terminal would obey them.
+fn escaped(text: &str) -> Cow<'_, str> {
+    let is_control = |c: char| c.is_control() && c != '\n';
+    if !text.contains(is_control) {
+        return text.into();
+    }
+    let mut escaped = String::new();
+    for c in text.chars() {
+        if is_control(c) { escaped.extend(c.escape_default()) } else { escaped.push(c) }
+    }
+    escaped.into()
 }
 
 /// Replaces the body of an error response, for an API whose errors have another shape.
@@ -519,11 +552,11 @@ mod tests {
                 ApiError::not_allowed("role", &text, "`user`"),
                 ApiError::wrong_value(&text, "must be positive."),
             ] {
-                assert!(error.body().to_string().len() < 3 * MAX_BYTES, "{}", error.message.len());
+                assert!(error.message.len() < 2 * MAX_PATH, "{}", error.message);
                 assert!(error.message.ends_with('.') && error.message.contains(" ... "), "{}", error.message);
             }
         }
-        let short = "x".repeat(4000);
+        let short = "x".repeat(MAX_QUOTE);
         assert!(ApiError::no_such_model(&short, "m").message.contains(&short));
     }
 }

@@ -34,7 +34,7 @@ mod sse;
 mod state;
 mod tokenize;
 
-use errors::ApiError;
+use errors::{ApiError, quote};
 pub use layers::{OriginPolicy, REQUEST_LOG, RequestMemory, Timeouts};
 pub use models::{
     HostTimeouts, HostedModel, LoadFailure, LoadedModel, ModelCard, ModelEntry, ModelHost, ModelLoader, RequestLimits,

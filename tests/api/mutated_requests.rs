@@ -171,6 +171,78 @@ async fn mutated_requests_get_a_valid_status() {
     server.idle().await;
 }
 
+/// `value` with the text `long` in each of its places, once as a value and once as the name of a field.
+fn with_long_texts(value: &Value, long: &str) -> Vec<Value> {
+    let mut all = vec![json!(long), json!([long]), json!({long: long})];
+    match value {
+        Value::Array(items) => {
+            for at in 0..items.len() {
+                for changed in with_long_texts(&items[at], long) {
+                    let mut items = items.clone();
+                    items[at] = changed;
+                    all.push(items.into());
+                }
+            }
+        }
+        Value::Object(fields) => {
+            for name in fields.keys() {
+                for changed in with_long_texts(&fields[name], long) {
+                    let mut fields = fields.clone();
+                    fields[name] = changed;
+                    all.push(fields.into());
+                }
+                let mut fields = fields.clone();
+                let value = fields.remove(name).unwrap_or_default();
+                fields.insert(long.into(), value);
+                all.push(fields.into());
+            }
+        }
+        _ => {}
+    }
+    all
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn errors_quote_little_of_a_request() {
+    let server = Setup { says: Some("</think>\n\nHello."), ..Setup::default() }.start().await;
+    let mut refused = 0;
+    let mut check = |status: u16, answer: &str, of: &str| {
+        if status == 200 {
+            return;
+        }
+        refused += 1;
+        let answer: Value = serde_json::from_str(answer).unwrap();
+        let error = &answer["error"];
+        let message = error["message"].as_str().unwrap();
+        let param = error["param"].as_str().unwrap_or_default();
+        let is_long = message.len() > 600 || param.len() > 300;
+        let has_control = message.chars().chain(param.chars()).any(|c| c.is_control() && c != '\n');
+        assert!(!is_long && !has_control, "{status} {answer}\n{of:.300}");
+    };
+    let long = "\u{1b}[31m\u{fc}word ".repeat(400);
+    for (path, body) in requests() {
+        for changed in with_long_texts(&body, &long) {
+            let body = changed.to_string();
+            let answer = server.send("POST", path, &[], Some(body.as_bytes())).await;
+            check(answer.status, &answer.text().await, &body);
+        }
+    }
+    let word = "word".repeat(1000);
+    for path in ["/", "/v1/models/", "/v1/responses/", "/v1/chat/completions/"] {
+        for method in ["GET", "DELETE", "PUT"] {
+            let path = format!("{path}{word}");
+            let answer = server.send(method, &path, &[], None).await;
+            check(answer.status, &answer.text().await, &path);
+        }
+    }
+    for header in ["host", "origin"] {
+        let answer = server.bare("GET", "/v1/models", &[(header, &format!("https://{word}.example"))], b"").await;
+        check(answer.status, &answer.text().await, header);
+    }
+    println!("{refused} errors");
+    assert!(refused > 300, "{refused}");
+}
+
 #[test]
 fn mutated_templates_never_panic() {
     let source = std::fs::read(demo().join("chat_template.jinja")).unwrap();

@@ -4,6 +4,7 @@ use crate::http::{
     ApiError,
     anthropic::{client_tools, renderer::omitted_thinking},
     openai::{CommonFields, OneOrMany},
+    quote,
     request::{
         ChatPrompt, GenerationRequest, ImagePart, PartFormat, PromptInput, RequestedFormat,
         content_parts::{MessageOrigin, new_messages},
@@ -198,7 +199,8 @@ impl AnthropicToolChoice {
             ("none", _) => ToolChoice::None,
             ("tool", Some(name)) if is_ignored(name) => {
                 let text = format!(
-                    "{at} is `{name}`, but this server runs no tools: the model reads all tools from the start."
+                    "{at} is `{}`, but this server runs no tools: the model reads all tools from the start.",
+                    quote(name)
                 );
                 return Err(ApiError::unsupported(at, text));
             }
@@ -235,7 +237,7 @@ fn push(messages: &mut Vec<Message<ImagePart>>, message: &Value, at: &str, is_ne
         "assistant" => Role::Assistant,
         "system" => Role::System,
         other => {
-            let problem = format!("is `{other}`; the roles are user and assistant.");
+            let problem = format!("is `{}`; the roles are user and assistant.", quote(other));
             return Err(ApiError::wrong_value(format!("{at}.role"), problem));
         }
     };
@@ -365,8 +367,9 @@ fn tool(tool: &Value, index: usize) -> Result<Value, ApiError> {
     if let Some(kind) = tool["type"].as_str().filter(|&kind| kind != "custom" && !has_schema) {
         let Some((description, parameters)) = client_tools::definition(tool) else {
             let text = format!(
-                "tools[{index}] has type `{kind}`, but this server runs no tools. Send tools that the client runs: with an \
-                 input_schema, or `bash`, `text_editor`, `memory` or `computer` with a date."
+                "tools[{index}] has type `{}`, but this server runs no tools. Send tools that the client runs: with an \
+                 input_schema, or `bash`, `text_editor`, `memory` or `computer` with a date.",
+                quote(kind)
             );
             return Err(ApiError::unsupported(&format!("tools[{index}]"), text));
         };

@@ -8,7 +8,7 @@
 //! `--allowed-host` is set, because a foreign page does not know the key. A server without a key accepts only local
 //! names and the names of `--allowed-host`.
 
-use crate::http::{ApiError, routes};
+use crate::http::{ApiError, quote, routes};
 use axum::{
     extract::{Request, State},
     http::{HeaderMap, HeaderValue, Method, header},
@@ -25,8 +25,6 @@ use std::{
 
 /// Maximum number of refused host names that are logged.
 const LOGGED_HOSTS: usize = 100;
-/// Maximum number of characters of a logged host name.
-const LOGGED_CHARS: usize = 100;
 
 /// Hosts and origins that may use the server. By default, all hosts and origins may. Clones share the rules.
 #[derive(Debug, Clone, Default)]
@@ -71,7 +69,7 @@ impl OriginPolicy {
 
     /// Logs a refused host name, unless the name was logged before.
     fn log_refused(&self, host: &str) {
-        let host: String = host.chars().take(LOGGED_CHARS).collect();
+        let host = quote(host).into_owned();
         let mut logged = self.logged.lock();
         if logged.len() < LOGGED_HOSTS && logged.insert(host.clone()) {
             tracing::warn!(host, "refused a request: the host is not a local name; allow it with --allowed-host");

@@ -8,7 +8,7 @@ use super::{
     auth,
     timeouts::{Timeouts, with_deadline},
 };
-use crate::http::{ServerState, health::StorageHealth, routes};
+use crate::http::{ServerState, health::StorageHealth, quote, routes};
 use axum::{
     Extension,
     extract::{Request, State},
@@ -40,9 +40,6 @@ pub static REUSED_TOOLS: HeaderName = HeaderName::from_static("x-moestro-reused-
 
 /// Status of a request whose client disconnected before the response began. nginx uses the same status.
 const CLIENT_CLOSED_REQUEST: u16 = 499;
-
-/// Maximum number of characters of a path in the log. Clients without a key can send paths of 16 KiB.
-const MAX_LOGGED_PATH: usize = 200;
 
 /// Log target of the request lines.
 pub const TARGET: &str = "moestro::request";
@@ -83,7 +80,7 @@ impl RequestLog {
             metrics,
             storage_health,
             method: request.method().clone(),
-            path: path.chars().take(MAX_LOGGED_PATH).collect(),
+            path: quote(path).into_owned(),
             endpoint: routes::endpoint(path),
             id: client_id(request.headers()).unwrap_or_else(|| format!("req_{}", unique_id())),
             address: auth::client_address(request),

@@ -3,6 +3,7 @@
 use crate::http::{
     ApiError, ServerState,
     layers::{MemoryPermit, memory},
+    quote,
     request::{FieldTable, field_check},
 };
 use axum::body::{Body, HttpBody};
@@ -170,7 +171,8 @@ pub fn typed_at<'de, T: DeserializeOwned>(
             None if path == "." => ApiError::json(None, in_json_words(&wrong.to_string())),
             None => {
                 let path = format!("{parent}{path}");
-                ApiError::json(Some(path.clone()), format!("{path}: {}", in_json_words(&wrong.to_string())))
+                let message = format!("{}: {}", quote(&path), in_json_words(&wrong.to_string()));
+                ApiError::json(Some(path), message)
             }
         }
     })
@@ -188,7 +190,7 @@ fn in_json_words(message: &str) -> String {
         other if other == "a map" || other.starts_with("struct ") => "an object",
         other => other,
     };
-    format!("{found}, expected {expected}")
+    format!("{}, expected {expected}", quote(&found))
 }
 
 /// Replaces whole numbers such as `100.0` by integers. Clients in Python send them for fields that are integers, and

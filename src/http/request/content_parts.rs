@@ -5,13 +5,10 @@
 //! fields are malformed, because a refusal would end the conversation for good. Images are decoded later, when the model
 //! is known: see [`images`](super::images).
 
-use crate::http::ApiError;
+use crate::http::{ApiError, quote};
 use base64::{Engine, engine::general_purpose};
 use moestro_chat::{Content, Part};
 use serde_json::Value;
-
-/// Maximum number of characters of a type or a tool's name in the sentence that replaces a part.
-const SHOWN_CHARS: usize = 128;
 
 /// Base64 with or without padding.
 pub const BASE64: general_purpose::GeneralPurpose = general_purpose::GeneralPurpose::new(
@@ -113,6 +110,7 @@ impl PartFormat {
                 tracing::info!(at, reason = error.message(), "part replaced by a sentence");
                 Ok(replacement(part))
             }
+            Ok(text) if part["type"] == "document" => Ok(titled(part, &text)),
             read => read,
         }
     }
@@ -127,16 +125,14 @@ impl PartFormat {
         match (part["type"].as_str(), text) {
             (Some(kind), Some(text)) if self.types.contains(&kind) => Ok(text.to_owned()),
             (Some("document"), _) if source["type"] == "content" => {
-                Ok(titled(part, &self.text(&source["content"], &format!("{at}.source.content"), is_new)?))
+                self.text(&source["content"], &format!("{at}.source.content"), is_new)
             }
             (Some("search_result"), _) => {
                 let content = self.text(&part["content"], &format!("{at}.content"), is_new)?;
                 let lines = [part["title"].as_str(), source.as_str(), Some(&content)];
                 Ok(lines.into_iter().flatten().collect::<Vec<_>>().join("\n"))
             }
-            (Some("document"), text) if document.or(text).is_some() => {
-                Ok(titled(part, document.or(text).unwrap_or_default()))
-            }
+            (Some("document"), text) if document.or(text).is_some() => Ok(document.or(text).unwrap_or_default().into()),
             (Some("compaction"), _) if part["content"].is_string() => {
                 Ok(format!("{SUMMARY_INTRODUCTION}{}", part["content"].as_str().unwrap_or_default()))
             }
@@ -220,7 +216,7 @@ fn file_text(part: &Value) -> Option<String> {
     let base64 = data.split_once(";base64,").map_or(data, |(_, base64)| base64);
     let text = String::from_utf8(BASE64.decode(base64).ok()?).ok()?;
     let is_text = !text.contains('\0') && !text.starts_with("%PDF-");
-    is_text.then(|| titled(part, &name.as_str().into_iter().chain([&*text]).collect::<Vec<_>>().join("\n")))
+    is_text.then(|| name.as_str().into_iter().chain([&*text]).collect::<Vec<_>>().join("\n"))
 }
 
 /// The text of a document after its title and the context that the client gives.
@@ -244,7 +240,7 @@ fn media(kind: &str) -> Option<&'static str> {
 fn unreadable(kind: &str, at: &str) -> ApiError {
     let text = match media(kind) {
         Some("image") => format!("{at} has type `{kind}`; only user messages and tool results can have images."),
-        _ => format!("{at} has type `{kind}`; this server reads text and images only."),
+        _ => format!("{at} has type `{}`; this server reads text and images only.", quote(kind)),
     };
     ApiError::unsupported(at, text)
 }
@@ -256,18 +252,14 @@ pub fn replacement(part: &Value) -> String {
     };
     match media(kind) {
         Some(name) => format!("[{name} not shown: this model cannot read it]"),
-        None => format!("[A block of type `{}` is not shown: this server cannot read it]", short(kind)),
+        None => format!("[A block of type `{}` is not shown: this server cannot read it]", quote(kind)),
     }
 }
 
 /// The sentence that replaces a reference to a tool that the start of the prompt or an earlier message defines, or that
 /// the request does not have.
 pub fn reference_sentence(tool: &str) -> String {
-    format!("[The tool `{}` was found. Call it if it is defined above]", short(tool))
-}
-
-fn short(text: &str) -> String {
-    text.chars().take(SHOWN_CHARS).collect()
+    format!("[The tool `{}` was found. Call it if it is defined above]", quote(tool))
 }
 
 /// The origin of a message or an item of a conversation.

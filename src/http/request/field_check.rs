@@ -4,7 +4,7 @@
 //! field that changes the answer, or if another API or another server has a field of this name that changes the answer.
 
 use crate::http::{
-    ApiError,
+    ApiError, quote,
     request::fields::{
         CHAT, COMPLETIONS, Field, FieldTable,
         Handling::{Ignored, Metadata, Rejected, Supported},
@@ -17,8 +17,6 @@ use strsim::osa_distance;
 
 /// Maximum number of unknown fields that one log line names.
 const LOGGED_NAMES: usize = 8;
-/// Maximum number of characters of an unknown field's name in the log.
-const LOGGED_CHARS: usize = 40;
 
 /// Names of the fields for one purpose, in this API, in other APIs and on other servers. The first one that an endpoint
 /// has is the name to use there.
@@ -120,7 +118,7 @@ pub fn keep_known(fields: &mut Map<String, Value>, known: FieldTable, parent: &s
         }
     }
     if !unknown.is_empty() {
-        let names = unknown.iter().take(LOGGED_NAMES).map(|name| name.chars().take(LOGGED_CHARS).collect::<String>());
+        let names = unknown.iter().take(LOGGED_NAMES).map(|name| quote(name));
         tracing::info!(count = unknown.len(), fields = ?names.collect::<Vec<_>>(), "ignoring unknown fields");
     }
     fields.retain(|name, _| find(name, known).is_some());

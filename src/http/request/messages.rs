@@ -8,7 +8,7 @@
 //! system message becomes the user's.
 
 use crate::http::{
-    ApiError,
+    ApiError, quote,
     request::{
         ImagePart, PartFormat,
         content_parts::{MessageOrigin, new_messages, take_thoughts},
@@ -120,7 +120,10 @@ pub fn read_message(mut fields: Map<String, Value>, at: &str, is_new: bool) -> R
         "tool" | "function" => Role::Tool,
         other => {
             let known = "system, developer, user, assistant, tool and function";
-            return Err(ApiError::wrong_value(format!("{at}.role"), format!("is `{other}`; the roles are {known}.")));
+            return Err(ApiError::wrong_value(
+                format!("{at}.role"),
+                format!("is `{}`; the roles are {known}.", quote(other)),
+            ));
         }
     };
     // `function_call` is the deprecated field for a single call.

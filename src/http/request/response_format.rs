@@ -6,6 +6,7 @@ use crate::http::{
     ApiError,
     layers::MemoryPermit,
     openai::{ChatRequest, ResponseFormat},
+    quote,
     request::{
         fields::LARK_ONLY,
         tools::{ToolChoice, ToolPath, is_defined},
@@ -99,7 +100,7 @@ pub fn requested(request: &ChatRequest) -> Result<Option<FormatField>, ApiError>
                 other => {
                     let at = format!("structured_outputs.{other}");
                     let hint = if other == "grammar" { format!(": {LARK_ONLY}") } else { ".".into() };
-                    return Err(ApiError::unsupported(&at, format!("{at} is not supported{hint}")));
+                    return Err(ApiError::unsupported(&at, format!("{} is not supported{hint}", quote(&at))));
                 }
             }
         }
@@ -177,7 +178,10 @@ pub fn from_response_format(
         "lark" => ("lark", ContentFormat::Lark(format.lark.clone().ok_or_else(|| missing("lark"))?)),
         other => {
             let kinds = "text, json_object, json_schema, regex and lark";
-            return Err(ApiError::wrong_value(format!("{at}.type"), format!("is `{other}`; the types are {kinds}.")));
+            return Err(ApiError::wrong_value(
+                format!("{at}.type"),
+                format!("is `{}`; the types are {kinds}.", quote(other)),
+            ));
         }
     };
     Ok(Some((format!("{at}.{key}"), content)))
@@ -257,7 +261,7 @@ fn refuse(field: &str, tool_path: ToolPath, error: FormatError) -> ApiError {
         Some(index) => tool_path(index, "parameters") + &error.path,
         None => format!("{field}{}", error.path),
     };
-    ApiError::invalid(&at, format!("{at}: {}", error.reason))
+    ApiError::invalid(&at, format!("{}: {}", quote(&at), error.reason))
 }
 
 /// Connects a token constraint to the engine's sampler.

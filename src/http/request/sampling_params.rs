@@ -5,6 +5,7 @@ use crate::http::{
     ApiError,
     layers::RequestLog,
     openai::{CommonFields, OneOrMany},
+    quote,
 };
 use moestro_engine::{ClientId, Sampling};
 use serde_json::Value;
@@ -96,7 +97,10 @@ impl CommonFields {
                     let id = id.parse().ok().filter(|&id: &u32| (id as usize) < vocab).ok_or_else(|| {
                         ApiError::invalid(
                             &param,
-                            format!("logit_bias: {id} is not a token id; it must be an integer below {vocab}."),
+                            format!(
+                                "logit_bias: {} is not a token id; it must be an integer below {vocab}.",
+                                quote(id)
+                            ),
                         )
                     })?;
                     Ok((id, in_range(["", &param], Some(bias), -100.0..=100.0, 0.0)?))
@@ -184,7 +188,10 @@ fn in_range(path: [&str; 2], value: Option<f64>, range: RangeInclusive<f64>, def
         Some(value) => {
             let from = range.start();
             let to = range.end();
-            Err(ApiError::wrong_value(path.concat(), format!("is {value}; it must be between {from} and {to}.")))
+            Err(ApiError::wrong_value(
+                path.concat(),
+                format!("is {}; it must be between {from} and {to}.", quote(&value.to_string())),
+            ))
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Tools: the functions that are offered to the model, and the functions that `tool_choice` allows or requires.
 
-use crate::http::{ApiError, openai::ChatRequest};
+use crate::http::{ApiError, openai::ChatRequest, quote};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeSet;
 
@@ -146,10 +146,8 @@ impl ToolChoice {
             "auto" => Ok(Self::Auto(None)),
             "required" => Ok(Self::Required(None)),
             other => {
-                let text = format!(
-                    "tool_choice is `{other}`; it must be `none`, `auto`, `required` or an object that names a tool."
-                );
-                Err(ApiError::invalid("tool_choice", text))
+                let allowed = "`none`, `auto`, `required` or an object that names a tool";
+                Err(ApiError::not_allowed("tool_choice", other, allowed))
             }
         }
     }
@@ -200,7 +198,7 @@ impl ToolChoice {
 fn known_name(name: &Value, tools: &[Value], at: &str) -> Result<String, ApiError> {
     match name.as_str() {
         Some(name) if tools.iter().any(|tool| tool["function"]["name"] == name) => Ok(name.to_owned()),
-        Some(name) => Err(ApiError::wrong_value(at, format!("is `{name}`, which is not the name of a tool."))),
+        Some(name) => Err(ApiError::wrong_value(at, format!("is `{}`, which is not the name of a tool.", quote(name)))),
         None => Err(ApiError::wrong_type(at, "must be the name of a tool.")),
     }
 }

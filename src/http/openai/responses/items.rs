@@ -5,7 +5,7 @@
 //! the results of these calls.
 
 use crate::http::{
-    ApiError,
+    ApiError, quote,
     request::{
         ImagePart, PartFormat,
         content_parts::{MessageOrigin, SUMMARY_INTRODUCTION, new_messages, replacement, take_thoughts},
@@ -160,7 +160,7 @@ impl MessageBuilder {
             }
             (Some(_), _) if !is_new => self.turn(|_| true).content += &replacement(item),
             (Some(other), _) => {
-                let text = format!("{at} has type `{other}`, which this server does not support.");
+                let text = format!("{at} has type `{}`, which this server does not support.", quote(other));
                 return Err(ApiError::unsupported(at, text));
             }
         }

@@ -7,6 +7,7 @@ use crate::http::{
         CommonFields, JsonSchema, ResponseFormat,
         responses::{items, store::ResponseStore},
     },
+    quote,
     request::{
         ChatPrompt, GenerationRequest, ParsedValues, PromptInput, RequestedFormat, Thinking, body, fields,
         response_format::{self, FormatField},
@@ -31,9 +32,6 @@ pub const ENCRYPTED_REASONING: &str = "reasoning.encrypted_content";
 
 /// Type of a tool search, and the name of its function.
 pub const TOOL_SEARCH: &str = "tool_search";
-
-/// Maximum number of characters of an unknown tool's type in the log.
-const LOGGED_CHARS: usize = 40;
 
 /// The fields by which `tool_choice` names a tool that is not a function.
 const IDENTITY: [&str; 3] = ["type", "name", "server_label"];
@@ -284,8 +282,7 @@ fn tool(tool: &Value, at: &str) -> Result<Option<Value>, ApiError> {
             Ok(Some(tools::with_function(tool, given.collect())))
         }
         Some(kind) => {
-            let kind: String = kind.chars().take(LOGGED_CHARS).collect();
-            tracing::info!(kind, "tool ignored: the server supports only tools of type function");
+            tracing::info!(kind = &*quote(kind), "tool ignored: the server supports only tools of type function");
             Ok(None)
         }
         None => Err(ApiError::wrong_value(format!("{at}.type"), "must be `function`.")),
@@ -313,8 +310,9 @@ fn tool_choice(choice: &Value, tools: &[Value], ignored: &[Value]) -> Result<Too
         (_, kind) => {
             let kind = kind.unwrap_or("missing");
             let text = format!(
-                "tool_choice.type is {kind}; tool_choice must be `auto`, `none`, `required`, a function or \
-                 `allowed_tools`."
+                "tool_choice.type is {}; tool_choice must be `auto`, `none`, `required`, a function or \
+                 `allowed_tools`.",
+                quote(kind)
             );
             return Err(ApiError::unsupported("tool_choice", text));
         }
