@@ -17,7 +17,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 const MAX_LINES: usize = 600;
 
-/// How many bindings such as `let (a, b) = (x, y);` and matches on booleans there may be. May only fall.
+/// Maximum number of bindings such as `let (a, b) = (x, y);` and of matches on booleans. It may only fall.
 const MAX_PACKED_BINDINGS: usize = 26;
 
 /// A room, and the rooms that it may import from: of its own crate, and for the program also of others. A crate's name

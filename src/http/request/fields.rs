@@ -370,11 +370,15 @@ mod tests {
     const HEAD: &str = "\
 # Fields of requests
 
-How the server handles every field that clients are known to send. A field that is `null` counts as absent. A field that is in none
-of these tables is ignored and logged, unless its name is one or two letters away from a field that changes the answer
-(`max_tokes`), or is such a field of another API (`response_format` in Responses) or of another server (`num_predict`): that is a 400
-that names the right field. A value that changes nothing, such as an empty list, is accepted. A rejected field is a 400 with the
-reason. A test generates this page from the table in `src/http/request/fields.rs`, which the server itself uses.
+This page lists every field that clients are known to send, and what the server does with it.
+
+* A field that is `null` counts as absent.
+* A rejected field is a 400 with the reason. A value that changes nothing, such as an empty list, is accepted.
+* A field that is in none of these tables is ignored and logged, with two exceptions. A name that is one or two letters
+  away from a field that changes the answer (`max_tokes`) is a 400. So is such a field of another API (`response_format`
+  in Responses) or of another server (`num_predict`). The message names the right field.
+
+A test generates this page from the table in `src/http/request/fields.rs`, which the server itself uses.
 ";
 
     /// `MOESTRO_WRITE_DOCS=1 cargo test` writes `docs/fields.md`.
