@@ -240,7 +240,7 @@ fn environment() -> Environment<'static> {
         Err(Error::new(ErrorKind::InvalidOperation, message.clone()).with_source(Refusal(message)))
     });
     env.add_function("strftime_now", |format: &str| {
-        jiff::fmt::strtime::format(format, &jiff::Zoned::now())
+        jiff::fmt::strtime::format(format, &jiff::ZonedDateTime::now())
             .map_err(|e| Error::new(ErrorKind::InvalidOperation, e.to_string()))
     });
     env
