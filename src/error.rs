@@ -4,7 +4,7 @@ use moestro_base::error::{StoreError, name_only};
 use moestro_chat::error::ChatError;
 use moestro_engine::error::EngineError;
 use moestro_model::error::ModelError;
-use std::{io, path::PathBuf};
+use std::{borrow::Cow, io, path::PathBuf};
 
 /// The error that ended a command. Printed in one line.
 #[derive(Debug, thiserror::Error)]
@@ -63,4 +63,15 @@ impl CommandError {
             _ => 1,
         }
     }
+}
+
+/// A text without its middle if it has more than `max` bytes.
+pub fn bounded(text: &str, max: usize) -> Cow<'_, str> {
+    if text.len() <= max {
+        return text.into();
+    }
+    let boundary = |from: usize| (from..).find(|&at| text.is_char_boundary(at)).unwrap_or(text.len());
+    let start = boundary(max / 2);
+    let end = boundary(text.len() - max / 4);
+    format!("{} ... {}", &text[..start], &text[end..]).into()
 }

@@ -17,11 +17,14 @@ use moestro::{
         config_file::{self, Settings},
         foreign_flags, variables,
     },
-    error::CommandError,
+    error::{CommandError, bounded},
     tools::{bench, doctor, info, synth},
 };
 use moestro_base::platform::gpu_variables::set_gpu_variables;
 use std::process::{ExitCode, exit};
+
+/// Maximum number of bytes of the error that ends the program. It may have texts of a model's files.
+const MAX_ERROR: usize = 2000;
 
 fn main() -> ExitCode {
     set_gpu_variables();
@@ -48,7 +51,8 @@ fn main() -> ExitCode {
     }) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            print_note(format_args!("moestro: {error}{}", local_models::hint(&error, &settings)));
+            let hint = local_models::hint(&error, &settings);
+            print_note(format_args!("moestro: {}{hint}", bounded(&error.to_string(), MAX_ERROR)));
             ExitCode::from(error.exit_code())
         }
     }

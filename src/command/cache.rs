@@ -180,7 +180,7 @@ fn remove(row: &CacheRow) -> io::Result<u64> {
         }
         CacheKind::Logs if is_log_in_use(&row.path) => {
             let log = row.path.display();
-            print_note(printable(&format!("kept {log}: a running server writes to it; stop the server first")));
+            print_note(format_args!("kept {log}: a running server writes to it; stop the server first"));
             return Ok(0);
         }
         CacheKind::Kernels | CacheKind::Logs | CacheKind::Other => remove_contents(&row.path)?,

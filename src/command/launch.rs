@@ -142,10 +142,10 @@ fn card(remote: &ApiClient, model: &str, dry_run: bool) -> Result<Value, Command
         return Ok(known);
     }
     if dry_run {
-        print_note(format_args!("moestro: {} is not loaded, so its context length is not known", printable(model)));
+        print_note(format_args!("moestro: {model} is not loaded, so its context length is not known"));
         return Ok(known);
     }
-    print_note(format_args!("loading {}", printable(model)));
+    print_note(format_args!("loading {model}"));
     let hello = json!([{"role": "user", "content": "Hi"}]);
     remote.ask_model("/v1/chat/completions", &json!({"model": model, "messages": hello, "max_tokens": 1}))?;
     find()

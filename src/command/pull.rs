@@ -54,7 +54,7 @@ pub fn run(args: &cli::PullArgs) -> Result<(), CommandError> {
     print_line(printable(&dir.to_string_lossy()));
     if io::stdout().is_terminal() && !progress::is_quiet() {
         let name = if revision == MAIN_BRANCH { id.into() } else { dir.to_string_lossy() };
-        print_note(format_args!("next: moestro run {}", printable(&name)));
+        print_note(format_args!("next: moestro run {name}"));
     }
     Ok(())
 }

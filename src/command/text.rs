@@ -35,9 +35,10 @@ pub fn print_to_stderr(text: impl Display) {
     let _ = write!(io::stderr().lock(), "{text}");
 }
 
-/// Prints a line for the user to stderr. A terminal gets no broken words. A closed stderr is not an error.
+/// Prints a line for the user to stderr, without control characters. A terminal gets no broken words. A closed stderr is
+/// not an error.
 pub fn print_note(line: impl Display) {
-    print_to_stderr(format_args!("{}\n", wrapped(&line.to_string(), &io::stderr())));
+    print_to_stderr(format_args!("{}\n", wrapped(&printable(&line.to_string()), &io::stderr())));
 }
 
 /// Breaks lines between words at the edge of a terminal. Text for another stream stays as it is.

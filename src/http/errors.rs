@@ -21,6 +21,7 @@
 //! `data: {"error": ...}` event, which the OpenAI SDKs raise as an `APIError`. `finish_reason` and `[DONE]` are not
 //! sent.
 
+use crate::error::bounded;
 use axum::{
     Json,
     http::{HeaderValue, StatusCode, header},
@@ -394,17 +395,6 @@ pub fn quote(text: &str) -> Cow<'_, str> {
 /// The path of a field for an error. Names that the client chose, such as those in a schema, are part of it.
 fn path(text: String) -> String {
     bounded(&escaped(&text), MAX_PATH).into_owned()
-}
-
-/// A text without its middle if it has more than `max` bytes.
-fn bounded(text: &str, max: usize) -> Cow<'_, str> {
-    if text.len() <= max {
-        return text.into();
-    }
-    let boundary = |from: usize| (from..).find(|&at| text.is_char_boundary(at)).unwrap_or(text.len());
-    let start = boundary(max / 2);
-    let end = boundary(text.len() - max / 4);
-    format!("{} ... {}", &text[..start], &text[end..]).into()
 }
 
 /// A text with its control characters escaped, except line feeds. A terminal would obey them.

@@ -261,6 +261,29 @@ fn links_that_lead_nowhere_are_named() {
     }
 }
 
+#[test]
+fn texts_of_a_configuration_are_bounded() {
+    let home = tempfile::tempdir().unwrap();
+    let dir = with_zeros(home.path(), "no tensor");
+    let file = dir.path().join("config.json");
+    let config: Value = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
+    let keys = |at: &str| config.pointer(at).and_then(Value::as_object).into_iter().flat_map(|object| object.keys());
+    let top = keys("").map(|key| format!("/{key}"));
+    let places: Vec<String> = top.chain(keys("/text_config").map(|key| format!("/text_config/{key}"))).collect();
+    let long = "w\u{1b}[31mord ".repeat(700);
+    let mut refused = 0;
+    for place in &places {
+        let mut config = config.clone();
+        *config.pointer_mut(place).unwrap() = json!(long);
+        fs::write(&file, config.to_string()).unwrap();
+        let text = output_of(home.path(), "", &["info", dir.path().to_str().unwrap()]);
+        let has_control = text.contains(|c: char| c.is_control() && c != '\n');
+        assert!(!has_control && text.lines().all(|line| line.len() < 2500), "{place}: {text:.3000}");
+        refused += usize::from(text.starts_with("moestro: "));
+    }
+    assert!(refused > 10, "{refused} of {}", places.len());
+}
+
 /// A copy of the demo model in which the tensors that have `part` in their names are zero.
 fn with_zeros(home: &Path, part: &str) -> tempfile::TempDir {
     let dir = tempfile::tempdir_in(home).unwrap();
