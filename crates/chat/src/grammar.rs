@@ -244,8 +244,4 @@ fn factory(tokenizer: &Tokenizer, eos: &[u32]) -> Result<ParserFactory, Box<dyn 
 }
 
 #[cfg(test)]
-mod generated_tools;
-#[cfg(test)]
-mod test_validator;
-#[cfg(test)]
 mod tests;

@@ -1,7 +1,9 @@
+mod generated_tools;
 mod kinds;
 mod limits;
+mod validator;
 
-use super::{test_validator, *};
+use super::*;
 use crate::{
     parser::{Delta, Parser},
     schema::format_pattern,
@@ -106,7 +108,7 @@ fn random_values(schema: &Value, strict: bool, count: u64) -> Vec<Value> {
 /// Checks `count` random answers to a strict schema.
 fn check_values(schema: &Value, count: u64) {
     for value in random_values(schema, true, count) {
-        let wrong = test_validator::errors(schema, &value, schema);
+        let wrong = validator::errors(schema, &value, schema);
         assert!(wrong.is_empty(), "{schema}: {value}: {wrong:?}");
     }
 }
@@ -133,7 +135,7 @@ fn random_answers_match_their_schema() {
         let schema = &case["schema"];
         let name = &case["name"];
         for value in random_values(schema, case["strict"] == true, 17) {
-            let wrong = test_validator::errors(schema, &value, schema);
+            let wrong = validator::errors(schema, &value, schema);
             assert!(wrong.is_empty() || case["strict"] == false, "{name}: {wrong:?}: {value}");
             answers += 1;
         }
@@ -197,7 +199,7 @@ fn random_calls_have_valid_arguments() {
             let answered = calls(&tools, &answer);
             assert!(!answered.is_empty() && (at.is_multiple_of(2) || answered.len() == 1), "{name}: {answer}");
             for (function, arguments) in answered {
-                let wrong = test_validator::errors(schema, &arguments, schema);
+                let wrong = validator::errors(schema, &arguments, schema);
                 let is_right = function == "other" || wrong.is_empty() || case["strict"] == false;
                 assert!(is_right, "{name}: {wrong:?}: {answer}");
                 count += 1;
@@ -433,7 +435,7 @@ fn words_after_other_keywords_are_kept() {
     ] {
         for strict in [false, true] {
             for value in random_arguments(schema.clone(), strict, 4) {
-                let wrong = test_validator::errors(&schema, &value, &schema);
+                let wrong = validator::errors(&schema, &value, &schema);
                 assert!(wrong.is_empty(), "{schema}: {value}: {wrong:?}");
             }
         }

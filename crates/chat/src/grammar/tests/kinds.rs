@@ -192,7 +192,7 @@ fn items_of_constants_are_unique() {
         let schema = json!({"type": "array", "items": items, "uniqueItems": true});
         let Ok(_) = compile(&json_format(&with_x(&schema), true)) else { continue };
         compiled += 1;
-        check(&schema, 6, |value| test_validator::errors(&schema, value, &schema).is_empty());
+        check(&schema, 6, |value| validator::errors(&schema, value, &schema).is_empty());
     }
     assert!(compiled > 15, "{compiled}");
 }

@@ -1,7 +1,7 @@
 //! Forced calls of generated tools: random walks through the mask of a byte-level vocabulary, read back by the parser
 //! and validated. The schemas combine what Pydantic, Zod, TypeBox and generators of Go and C# write.
 
-use super::{test_validator, *};
+use super::*;
 use crate::{
     parser::{Delta, Parser},
     schema::{Document, any_value, normalized, parameter_sets},
@@ -524,7 +524,7 @@ fn check_forced_calls(seeds: Range<u64>) {
             Ok(answers) => {
                 compiled += 1;
                 for (text, value) in answers {
-                    let wrong = test_validator::errors(&parameters, &value, &parameters);
+                    let wrong = validator::errors(&parameters, &value, &parameters);
                     assert!(wrong.is_empty(), "{seed}: {parameters}: {wrong:?}: {text:?}");
                 }
             }
