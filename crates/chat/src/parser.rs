@@ -24,8 +24,9 @@
 //!
 //! * a value ends at `</parameter>`, at `</function>`, at `</tool_call>`, at a `<parameter=P>` of the tool that has a line of
 //!   its own and that the call does not have yet, or at the next call. `parser/value.rs` says when such a tag is quoted;
-//! * closing tags may be repeated or misspelt: `</param>`, `</ function>`, `</parameter` without `>`. They are not content
-//!   directly after a call;
+//! * closing tags may be repeated or misspelt: `</param>`, `</ function>`, `</parameter=NAME>`, `</parameter` without
+//!   `>`. They are not content directly after a call;
+//! * a `</function>` directly before a further parameter does not end the call;
 //! * names may be quoted (`<parameter="P">`) or be attributes (`<parameter name="P">`, `<invoke name="NAME">`). The `>`
 //!   after the name of a known parameter or tool may be missing at the end of a line, or before the value of a
 //!   parameter;
@@ -34,9 +35,10 @@
 //! * line feeds around tags may be missing or follow a carriage return, and closing tags may be indented;
 //! * text between the parameters of a call is content, and so is text before the end of its `<tool_call>`;
 //! * `<parameter=TOOL>` before the first parameter is read like `<function=TOOL>`;
-//! * a parameter may have its name as its tag, `<NAME>` and `</NAME>`, also inside `<arguments>`, `<parameters>`, `<input>`
-//!   or `<args>`. Before another tag of the call, `</NAME>` also ends the value of `<parameter=NAME>`, unless it closes a
-//!   `<NAME>` in the value;
+//! * `<parameter>` is the parameter of a tool that has one;
+//! * a parameter may have its name as its tag, `<NAME>` and `</NAME>`, also inside `<arguments>`, `<parameters>`,
+//!   `<params>`, `<input>` or `<args>`. Before another tag of the call, `</NAME>` also ends the value of
+//!   `<parameter=NAME>`, unless it closes a `<NAME>` in the value;
 //! * the arguments may be one JSON object instead of parameters, also in a Markdown fence or in
 //!   `<parameter=arguments>`: see `parser/json_call.rs`;
 //! * a call without an end tag is closed when the model ends the answer. Its arguments are the arguments so far. An
@@ -404,8 +406,11 @@ impl Parser {
                 self.drop_rest()
             }
             TagAt::Found(Tag { kind, length, is_exact }) => match kind {
-                TagKind::Parameter(name) if self.call.may_wrap(&name, self.is_name_tag(length)) => {
-                    self.json_body(Some((name, length)), end)
+                TagKind::Parameter(name) if self.call.may_wrap(&name) => {
+                    self.json_body(length, end).unwrap_or_else(|| {
+                        let is_named = self.is_name_tag(length);
+                        if is_named { self.continue_call(length) } else { self.start_argument(name, length) }
+                    })
                 }
                 TagKind::Parameter(name) if is_exact || self.call.knows(&name) => self.start_argument(name, length),
                 TagKind::Parameter(_) => self.stray_text(),
@@ -414,41 +419,45 @@ impl Parser {
                 TagKind::Function(name) if name == self.call.name && self.call.seen.is_empty() => {
                     self.continue_call(length)
                 }
-                TagKind::EndFunction | TagKind::EndToolCall | TagKind::ToolCall | TagKind::Function(_) => {
-                    self.end_call(InputEnd::Complete);
-                    self.to(ParserState::Closing { in_call: true })
-                }
+                TagKind::EndFunction => match self.tag_after(length) {
+                    TagAt::Unfinished if end == InputEnd::MoreToCome => StepResult::NeedMoreText,
+                    // The tag is too early.
+                    TagAt::Found(tag) if self.call.lacks(&tag) => self.continue_call(length),
+                    _ => self.close_call(),
+                },
+                TagKind::EndToolCall | TagKind::ToolCall | TagKind::Function(_) => self.close_call(),
             },
-            TagAt::Other if self.call.seen.is_empty() && !self.call.is_stray => self.json_body(None, end),
+            TagAt::Other if self.call.seen.is_empty() && !self.call.is_stray => {
+                self.json_body(0, end).unwrap_or_else(|| self.stray_text())
+            }
             TagAt::Other => self.stray_text(),
         }
     }
 
-    /// Reads arguments that are written as one JSON object. `wrapper`: the name and the length of the parameter's tag
-    /// before the object.
-    fn json_body(&mut self, wrapper: Option<(String, usize)>, end: InputEnd) -> StepResult {
-        let at = self.at + wrapper.as_ref().map_or(0, |(_, length)| *length);
-        let text = after_opening(&self.buffer[at..]);
-        let start = self.buffer.len() - text.map_or(0, str::len);
-        let object = text.map_or(JsonAt::Other, |text| self.scanner.object(self.before + start, text, end));
-        match object {
-            JsonAt::Found((json, length)) if wrapper.is_none() || self.call.has_all(&json) => {
+    /// Reads the tag after `skip` bytes and white space.
+    fn tag_after(&self, skip: usize) -> TagAt {
+        let text = after_gap(&self.rest()[skip..]);
+        text.map_or(TagAt::Other, |text| self.tools.plain_tag_at(text, &self.call))
+    }
+
+    /// Reads arguments that are written as one JSON object after a tag of `skip` bytes. `None` if there is no object.
+    fn json_body(&mut self, skip: usize, end: InputEnd) -> Option<StepResult> {
+        let text = after_opening(&self.rest()[skip..])?;
+        let start = self.buffer.len() - text.len();
+        match self.scanner.object(self.before + start, &self.buffer[start..], end) {
+            JsonAt::Found((json, length)) if skip == 0 || self.call.has_all(&json) => {
                 self.arguments(json);
                 self.at = start + length;
-                self.to(ParserState::Closing { in_call: true })
+                Some(self.to(ParserState::Closing { in_call: true }))
             }
-            JsonAt::Unfinished if end == InputEnd::MoreToCome => StepResult::NeedMoreText,
+            JsonAt::Unfinished if end == InputEnd::MoreToCome => Some(StepResult::NeedMoreText),
             JsonAt::Unfinished if end == InputEnd::Truncated => {
                 let text = &self.buffer[start..];
                 let started = if text.is_empty() { "{" } else { text };
                 self.arguments(started.to_owned());
-                self.drop_rest()
+                Some(self.drop_rest())
             }
-            JsonAt::Found(_) | JsonAt::Unfinished | JsonAt::Other => match wrapper {
-                Some((_, length)) if self.is_name_tag(length) => self.continue_call(length),
-                Some((name, length)) => self.start_argument(name, length),
-                None => self.stray_text(),
-            },
+            _ => None,
         }
     }
 
@@ -493,7 +502,7 @@ impl Parser {
             let allowed = self.tools.values(&self.call.name, &name);
             let (argument, json) = PendingArgument::new(name.clone(), allowed, &self.call, is_named);
             self.arguments(json);
-            self.call.seen.push(name);
+            self.call.seen.insert(name);
             self.call.argument = Some(argument);
         }
         self.to(ParserState::ValueStart)
@@ -509,25 +518,21 @@ impl Parser {
     /// Skips the line end before a value, once it is known whether there is one.
     fn value_start(&mut self, end: InputEnd) -> StepResult {
         let rest = self.rest();
-        if end == InputEnd::MoreToCome && ["", "\r"].contains(&rest) {
-            return StepResult::NeedMoreText;
-        }
         let line_end = ["\r\n", "\n"].into_iter().find(|line_end| rest.starts_with(line_end)).unwrap_or_default();
-        self.at += line_end.len();
+        match self.tag_after(0) {
+            TagAt::Unfinished if end == InputEnd::MoreToCome => return StepResult::NeedMoreText,
+            // The tag is repeated.
+            TagAt::Found(tag) if self.call.is_own(&tag.kind) && !self.call.is_exact => self.skip(0),
+            _ => self.at += line_end.len(),
+        }
         self.value = ValueScanner::new(line_end);
         self.to(ParserState::Value)
     }
 
     fn value(&mut self, end: InputEnd) -> StepResult {
         let rest = &self.buffer[self.at..];
-        let ValuePart { mut value, end: value_end } = self.value.scan(rest, end, &self.call, &self.tools);
+        let ValuePart { value, end: value_end } = self.value.scan(rest, end, &self.call, &self.tools);
         let Some(argument) = &mut self.call.argument else { return self.continue_call(0) };
-        if end == InputEnd::Complete
-            && let Some(at) = unfinished_tag(&rest[..value])
-            && argument.has_other_type(&rest[..at])
-        {
-            value = at;
-        }
         let json = argument.push(&rest[..value]);
         self.arguments(json);
         match value_end {
@@ -556,6 +561,11 @@ impl Parser {
         self.arguments([open, close].concat());
     }
 
+    fn close_call(&mut self) -> StepResult {
+        self.end_call(InputEnd::Complete);
+        self.to(ParserState::Closing { in_call: true })
+    }
+
     /// Drops closing tags after a call.
     fn closing(&mut self, in_call: bool, end: InputEnd) -> StepResult {
         self.call_is_open = in_call && self.is_in_tool_call;
@@ -576,18 +586,13 @@ impl Parser {
                 self.to(ParserState::Closing { in_call: in_call && kind != TagKind::EndToolCall })
             }
             TagAt::Unfinished if end == InputEnd::MoreToCome => StepResult::NeedMoreText,
-            TagAt::Unfinished if end == InputEnd::Truncated || next.is_empty() || next.starts_with("</") => {
+            TagAt::Unfinished if end == InputEnd::Truncated || ["", "<"].contains(&next) || next.starts_with("</") => {
                 self.drop_rest()
             }
             TagAt::Other if in_call && !extra.contains('`') => self.json_calls(skip, end),
             _ => self.to(ParserState::Content),
         }
     }
-}
-
-/// Offset of the tag that `text` ends in the middle of.
-fn unfinished_tag(text: &str) -> Option<usize> {
-    text.rfind('<').filter(|&at| matches!(tag_at(&text[at..]), TagAt::Unfinished))
 }
 
 #[cfg(test)]

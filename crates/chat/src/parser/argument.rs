@@ -1,16 +1,19 @@
 //! A tool call whose text is still being streamed: its id, and its arguments written as JSON.
 
-use super::json_types::{is_nested, is_string_from, to_json};
+use super::{
+    json_types::{is_nested, is_string_from, to_json},
+    tags::{Tag, TagKind},
+};
 use crate::schema::ValueType;
 use serde_json::{Map, Value};
 use std::{
+    collections::BTreeSet,
     hash::{BuildHasher, RandomState},
-    slice,
     sync::atomic::{AtomicU64, Ordering},
 };
 
 /// Names of a tag around all arguments.
-const WRAPPERS: [&str; 4] = ["arguments", "parameters", "input", "args"];
+const WRAPPERS: [&str; 5] = ["arguments", "parameters", "params", "input", "args"];
 
 /// The call that is being parsed.
 #[derive(Default)]
@@ -18,9 +21,9 @@ pub(super) struct PendingCall {
     /// The function's name.
     pub name: String,
     /// Names of the tool's parameters. Empty if its schema names none.
-    pub parameters: Vec<String>,
+    pub parameters: BTreeSet<String>,
     /// Names of the parameters so far.
-    pub seen: Vec<String>,
+    pub seen: BTreeSet<String>,
     /// The last argument, if it has not ended yet.
     pub argument: Option<PendingArgument>,
     /// True if a grammar constrains the call.
@@ -31,15 +34,18 @@ pub(super) struct PendingCall {
 
 impl PendingCall {
     /// True if the tool has a parameter `name`.
-    pub fn knows(&self, name: &String) -> bool {
+    pub fn knows(&self, name: &str) -> bool {
         self.parameters.is_empty() || self.parameters.contains(name)
     }
 
-    /// True if a first parameter `name`, which the tool does not have, may contain all arguments. `is_named` is true if the
-    /// name is the tag itself.
-    pub fn may_wrap(&self, name: &String, is_named: bool) -> bool {
-        let is_known = if is_named { self.parameters.contains(name) } else { self.knows(name) };
-        WRAPPERS.contains(&name.as_str()) && !self.is_exact && self.seen.is_empty() && !is_known
+    /// True if a first parameter `name`, which the tool does not have, may contain all arguments.
+    pub fn may_wrap(&self, name: &str) -> bool {
+        WRAPPERS.contains(&name) && !self.is_exact && self.seen.is_empty() && !self.parameters.contains(name)
+    }
+
+    /// The parameter of a tool that has one, before the first parameter of the call.
+    pub fn only_parameter(&self) -> Option<&String> {
+        self.parameters.first().filter(|_| self.parameters.len() == 1 && self.seen.is_empty())
     }
 
     /// True if the last argument has its own name as its tag.
@@ -49,24 +55,27 @@ impl PendingCall {
 
     /// The names that may be tags outside of a value: `<NAME>`, or `</NAME>` if `closes` is true.
     pub fn tag_names(&self, closes: bool) -> impl Iterator<Item = &str> {
-        let names = match &self.argument {
-            Some(argument) if closes => slice::from_ref(&argument.name),
-            _ => &self.parameters[..],
-        };
         let wraps = !self.name.is_empty() && (closes || self.seen.is_empty());
-        let names = names.iter().map(String::as_str);
+        let is_own = |name: &&String| self.argument.as_ref().is_none_or(|argument| argument.name == **name);
+        let names = self.parameters.iter().chain(&self.seen).filter(move |name| !closes || is_own(name));
+        let names = names.chain(closes.then_some(&self.name)).map(String::as_str);
         names.chain(WRAPPERS.into_iter().filter(move |_| wraps)).filter(|_| !self.is_stray)
     }
 
     /// True if `json`, an object, has arguments of the tool only.
     pub fn has_all(&self, json: &str) -> bool {
         let arguments: Option<Map<String, Value>> = serde_json::from_str(json).ok();
-        arguments.is_some_and(|arguments| arguments.keys().all(|name| self.knows(name)))
+        arguments.is_some_and(|arguments| arguments.keys().all(|name| self.parameters.contains(name)))
     }
 
-    /// True if the tool has a parameter `name` that the call does not have yet.
-    pub fn lacks(&self, name: &String) -> bool {
-        self.knows(name) && !self.seen.contains(name)
+    /// True if `tag` starts a parameter of the tool that the call does not have yet.
+    pub fn lacks(&self, tag: &Tag) -> bool {
+        matches!(&tag.kind, TagKind::Parameter(name) if tag.is_exact && self.knows(name) && !self.seen.contains(name))
+    }
+
+    /// True for the tag that started the last argument.
+    pub fn is_own(&self, kind: &TagKind) -> bool {
+        matches!((kind, &self.argument), (TagKind::Parameter(name), Some(own)) if *name == own.name)
     }
 }
 

@@ -1,20 +1,30 @@
-//! The names of the tools of a request and of their parameters.
+//! The tools of a request.
 
-use crate::schema::{Document, ValueType, any_value, normalized, parameter_sets};
+use crate::schema::{Document, ParameterSet, ValueType, any_value, normalized, parameter_sets};
 use serde_json::Value;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// True if a tool can have the name. Other text is no name, such as `{{ name }}` in a template.
 pub(super) fn is_name(text: &str) -> bool {
     text.chars().all(|c| c.is_alphanumeric() || "_-.:/".contains(c))
 }
 
-/// Tool definitions in OpenAI's format.
+/// The schemas of the parameters of tools, by the names of the tools.
 #[derive(Default)]
-pub(super) struct Tools(Vec<Value>);
+pub(super) struct Tools(BTreeMap<String, Value>);
 
 impl Tools {
+    /// Reads tool definitions in OpenAI's format.
     pub fn new(tools: &[Value]) -> Self {
-        Self(tools.iter().map(normalized).collect())
+        let mut schemas = BTreeMap::new();
+        for tool in tools.iter().map(normalized) {
+            let function = tool.get("function").unwrap_or(&tool);
+            let schema = function.get("parameters").or_else(|| function.get("input_schema"));
+            if let Some(name) = function.get("name").and_then(Value::as_str) {
+                schemas.entry(name.to_owned()).or_insert_with(|| schema.cloned().unwrap_or(true.into()));
+            }
+        }
+        Self(schemas)
     }
 
     pub fn is_empty(&self) -> bool {
@@ -22,28 +32,25 @@ impl Tools {
     }
 
     pub fn has(&self, name: &str) -> bool {
-        functions(&self.0, name).next().is_some()
+        self.0.contains_key(name)
+    }
+
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.0.keys().map(String::as_str)
+    }
+
+    /// The names of the parameters of a tool.
+    pub fn parameters(&self, function: &str) -> BTreeSet<String> {
+        let Some(schema) = self.0.get(function) else { return BTreeSet::new() };
+        let sets = parameter_sets(&[schema], &Document::new(schema));
+        sets.iter().flat_map(ParameterSet::names).map(str::to_owned).collect()
     }
 
     /// The values of a parameter of a tool. Strings if its schema does not specify them.
     pub fn values(&self, function: &str, parameter: &str) -> ValueType {
-        if !self.has(function) {
-            return ValueType::strings();
-        }
-        let any = Value::Bool(true);
-        let schema = self.schema(function).unwrap_or(&any);
+        let Some(schema) = self.0.get(function) else { return ValueType::strings() };
         let document = Document::new(schema);
         let values = any_value(&parameter_sets(&[schema], &document), parameter, &document);
         if values.is_nothing() { ValueType::strings() } else { values }
     }
-
-    /// The schema of a tool's parameters.
-    pub fn schema(&self, function: &str) -> Option<&Value> {
-        functions(&self.0, function).find_map(|f| f.get("parameters").or_else(|| f.get("input_schema")))
-    }
-}
-
-fn functions<'a>(tools: &'a [Value], name: &str) -> impl Iterator<Item = &'a Value> {
-    let functions = tools.iter().map(|tool| tool.get("function").unwrap_or(tool));
-    functions.filter(move |function| function.get("name").and_then(Value::as_str) == Some(name))
 }

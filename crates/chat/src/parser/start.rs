@@ -3,7 +3,8 @@
 //! * `<tool_call>` and `<function=NAME>` start a call. A repeated tag is dropped, and so is a tag of another format, such as
 //!   `<tool_calls>`, `<|tool_call|>` and `<function_calls>`;
 //! * `<parameter=NAME>` of a known tool before another `<parameter=P>` starts a call like `<function=NAME>`;
-//! * `<tool_call>` and `<name>`, `<tool_name>` or `<function_name>` with the name of a known tool start a call;
+//! * `<tool_call>` and `<name>`, `<tool_name>` or `<function_name>` with the name of a known tool start a call, and so do
+//!   `<tool_call>` and the name of a known tool as a tag, before a parameter, a closing tag or JSON;
 //! * `<tool_call>` and JSON with the name of a known tool start a call, also in a Markdown fence after the tag;
 //! * `<function=NAME>` of a known tool starts a call without `<tool_call>` if a `<parameter=P>`, a `<P>` of a known
 //!   parameter, a `</function>` or a JSON object and a closing tag follow, and if it starts or ends a line.

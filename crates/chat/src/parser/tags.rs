@@ -9,7 +9,7 @@ const WORDS: [&str; 7] =
 /// Maximum length of a name in a tag.
 pub(super) const MAX_NAME: usize = 1000;
 /// Maximum length of a misspelt closing tag.
-const MAX_CLOSING_TAG: usize = 32;
+const MAX_CLOSING_TAG: usize = 80;
 /// Maximum number of `<tool_call>` before a call.
 const MAX_REPEATED: usize = 4;
 /// Maximum number of bytes of white space before a tag. An answer of white space must not be read again and again.
@@ -112,7 +112,7 @@ pub(super) fn tag_at(text: &str) -> TagAt {
     }
 }
 
-fn found(kind: TagKind, length: usize, is_exact: bool) -> TagAt {
+pub(super) fn found(kind: TagKind, length: usize, is_exact: bool) -> TagAt {
     TagAt::Found(Tag { kind, length, is_exact })
 }
 
@@ -128,11 +128,6 @@ fn header(after: &str, word: usize, kind: fn(String) -> TagKind, is_plain: bool)
     let whole = after[..end].trim();
     let inner = if is_parameter { without_attributes(whole) } else { whole };
     let is_closed = after[end..].starts_with('>');
-    if let Some(name) = unclosed_name(whole).filter(|_| is_parameter && !is_closed && inner == whole) {
-        // The value follows the name and one character.
-        let gap = after.len() - after.trim_start().len();
-        return found(kind(name.into()), word + gap + 1 + name.len() + 1, false);
-    }
     let is_attribute = after.starts_with([' ', '\t']) && inner.starts_with("name");
     let value = if is_attribute { inner["name".len()..].trim_start() } else { inner };
     let Some(name) = value.strip_prefix('=') else { return TagAt::Other };
@@ -140,6 +135,8 @@ fn header(after: &str, word: usize, kind: fn(String) -> TagKind, is_plain: bool)
     let quoted = ['"', '\''].iter().find_map(|&mark| name.strip_prefix(mark)?.strip_suffix(mark));
     let quoted = quoted.filter(|name| !is_attribute || !name.contains(['"', '\'']));
     let name = quoted.unwrap_or(name).trim();
+    // Models also close the tag of a call without parameters at once.
+    let name = if is_parameter { name } else { name.trim_end_matches(['/', ' ']) };
     // `<function name="a" type="b">` and `<parameter name="a"/>` are XML.
     let is_xml = is_attribute && quoted.is_none() && name.contains([' ', '"', '\'']);
     if name.is_empty() || is_xml || after[end..].starts_with('<') {
@@ -148,12 +145,6 @@ fn header(after: &str, word: usize, kind: fn(String) -> TagKind, is_plain: bool)
     // A carriage return belongs to the line end.
     let end = if is_closed { end + 1 } else { after[..end].trim_end_matches('\r').len() };
     found(kind(name.into()), word + end, is_plain && is_closed && !is_attribute && inner == whole)
-}
-
-/// The name in `=NAME VALUE` or `=NAME=VALUE`. `None` if there is no value.
-fn unclosed_name(text: &str) -> Option<&str> {
-    let (name, value) = text.strip_prefix('=')?.split_once([' ', '\t', '='])?;
-    (!name.is_empty() && !name.starts_with(['"', '\'']) && !value.trim().is_empty()).then_some(name)
 }
 
 /// The text before attributes such as `type="string"`, which models of other formats write after the name of a parameter.
@@ -168,12 +159,12 @@ fn without_attributes(text: &str) -> &str {
     if is_attribute { without_attributes(name.trim_end()) } else { text }
 }
 
-/// Reads a closing tag. Models also write `</ function>`, `</param>`, `</parameter/>`, `</parameter_function>`, and leave
-/// out the `>` at the end of a line.
+/// Reads a closing tag. Models also write `</ function>`, `</param>`, `</parameter/>`, `</parameter=NAME>`,
+/// `</parameter_function>`, and leave out the `>` at the end of a line.
 fn closing_tag(text: &str) -> TagAt {
     let start = if text.starts_with("</") { 2 } else { 3 };
     let inner = &text[start..];
-    let is_part = |c: char| c.is_ascii_alphanumeric() || " _-/|".contains(c);
+    let is_part = |c: char| c.is_ascii_alphanumeric() || " _-/|=.:".contains(c);
     let Some(end) = inner.find(|c| !is_part(c)) else {
         return if inner.len() > MAX_CLOSING_TAG { TagAt::Other } else { TagAt::Unfinished };
     };
@@ -181,13 +172,14 @@ fn closing_tag(text: &str) -> TagAt {
     if end > MAX_CLOSING_TAG || !(is_closed || inner[end..].starts_with(['\r', '\n', '<'])) {
         return TagAt::Other;
     }
-    let word = inner[..end].trim_matches([' ', '|']).to_ascii_lowercase().replace("tool call", "tool_call");
+    let word = inner[..end].split('=').next().unwrap_or_default();
+    let word = word.trim_matches([' ', '|']).to_ascii_lowercase().replace("tool call", "tool_call");
     let (kind, exact) = match word.as_str() {
         word if word.contains(' ') => return TagAt::Other,
         word if word.starts_with("param") => (TagKind::EndParameter, "</parameter>"),
         word if word.starts_with("function_call") => (TagKind::EndToolCall, "</tool_call>"),
         word if word.starts_with("func") || word == "invoke" => (TagKind::EndFunction, "</function>"),
-        word if word.starts_with("tool") && word.contains("call") => (TagKind::EndToolCall, "</tool_call>"),
+        word if word.starts_with("tool") && word.contains("cal") => (TagKind::EndToolCall, "</tool_call>"),
         _ => return TagAt::Other,
     };
     found(kind, start + end + usize::from(is_closed), text.starts_with(exact))
@@ -208,8 +200,8 @@ pub(super) fn own_tag(text: &str, name: &str) -> TagAt {
     let length = text.len() - after.len();
     match after.chars().next() {
         None => TagAt::Unfinished,
-        Some('>') => TagAt::Found(Tag { kind, length: length + 1, is_exact: true }),
-        Some(c) if !closes && c.is_whitespace() => TagAt::Found(Tag { kind, length, is_exact: true }),
+        Some('>') => found(kind, length + 1, true),
+        Some(c) if !closes && c.is_whitespace() => found(kind, length, true),
         Some(_) => TagAt::Other,
     }
 }

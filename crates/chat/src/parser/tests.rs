@@ -234,6 +234,7 @@ fn incomplete_call_is_closed() {
         ("<parameter=o>\n{\"a\": ", r#"{"o":"{\"a\": "}"#),
         ("<parameter=maybe>\nnul", r#"{"maybe":"nul"}"#),
         ("</func", "{}"),
+        ("</function>\n<", "{}"),
         ("</function>\n</tool", "{}"),
         ("<parameter=n>\n1\n</parameter>\n</tool_call>", r#"{"n":1}"#),
         ("<parameter=n>\n1\n</parameter>\n</function>", r#"{"n":1}"#),

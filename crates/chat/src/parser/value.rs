@@ -54,7 +54,7 @@ struct SeenTag {
     is_exact: bool,
     at: usize,
     starts_line: bool,
-    /// True for the name of a tool, and of a parameter of this tool that the call does not have yet.
+    /// True for the name of a tool, and for the exact tag of a parameter that the call does not have yet.
     is_known: bool,
     /// True for the tag that opened this value, directly after that tag.
     is_repeated: bool,
@@ -223,7 +223,7 @@ impl ValueScanner {
                 _ if c != '<' => TagAt::Other,
                 Some(last) if last.kind == TagKind::ToolCall => tools.header_at(rest),
                 _ => match tools.plain_tag_at(rest, call) {
-                    TagAt::Other => self.named_tag(rest, call, last),
+                    TagAt::Other => self.own_or_next_tag(rest, call, last),
                     tag => tag,
                 },
             };
@@ -231,15 +231,18 @@ impl ValueScanner {
             let is_foreign = matches!(tag, TagAt::Found(Tag { kind: TagKind::ToolCall, is_exact: false, .. }));
             let tag = if is_foreign { TagAt::Other } else { tag };
             let is_quoted = if matches!(tag, TagAt::Other) { Some(true) } else { self.quotes.enclose(rest, last) };
+            let before = &text[..self.position - self.consumed];
+            let is_complete = |argument: &PendingArgument| match tag {
+                TagAt::Found(_) => self.candidate.is_none() && argument.is_complete(before),
+                _ => end == InputEnd::Complete && argument.has_other_type(before),
+            };
+            if is_quoted == Some(false) && call.argument.as_ref().is_some_and(is_complete) {
+                self.suggest(self.position, CandidateKind::EndParameter, true);
+                return true;
+            }
             match (is_quoted, tag) {
                 (None, _) => return false,
                 (Some(false), TagAt::Found(tag)) => {
-                    let at = self.position - self.consumed;
-                    let is_complete = |argument: &PendingArgument| argument.is_complete(&text[..at]);
-                    if self.candidate.is_none() && call.argument.as_ref().is_some_and(is_complete) {
-                        self.suggest(self.position, CandidateKind::EndParameter, true);
-                        return true;
-                    }
                     if self.push_tag(tag, call, tools) {
                         return true;
                     }
@@ -258,11 +261,12 @@ impl ValueScanner {
         last && self.follow(Follow::End)
     }
 
-    /// Reads a tag with the name of this parameter, or after its end, with the name of another one. In a value that
+    /// Reads a tag with the name of this parameter, or after its end, another such tag. In a value that
     /// `<parameter=NAME>` opened, `</NAME>` is text if it closes a `<NAME>` of the value.
-    fn named_tag(&mut self, text: &str, call: &PendingCall, last: bool) -> TagAt {
+    fn own_or_next_tag(&mut self, text: &str, call: &PendingCall, last: bool) -> TagAt {
         let Some(PendingArgument { name, is_named, .. }) = &call.argument else { return TagAt::Other };
-        if *is_named && self.last.as_ref().is_some_and(|last| last.kind == TagKind::EndParameter) {
+        let is_end = |last: &SeenTag| last.kind == TagKind::EndParameter && (*is_named || !last.is_exact);
+        if self.last.as_ref().is_some_and(is_end) {
             return named_tag(text, call);
         }
         match own_tag(text, name) {
@@ -280,21 +284,19 @@ impl ValueScanner {
     }
 
     fn push_tag(&mut self, tag: Tag, call: &PendingCall, tools: &Tools) -> bool {
-        let Tag { kind, length, is_exact } = tag;
         let at = self.position;
-        self.position += length;
+        self.position += tag.length;
         let after = self.last.as_ref().map(|last| last.kind.clone());
-        if kind == TagKind::ToolCall && after.as_ref() == Some(&kind) {
+        if tag.kind == TagKind::ToolCall && after.as_ref() == Some(&tag.kind) {
             // A repeated `<tool_call>` is part of the first one.
             return false;
         }
-        let is_own = matches!(&kind, TagKind::Parameter(name) if call.seen.last() == Some(name));
-        let is_repeated = is_own && at == 0 && !call.is_named();
-        let is_known = match &kind {
+        let is_repeated = tag.is_exact && at == 0 && call.is_own(&tag.kind) && !call.is_named();
+        let is_known = match &tag.kind {
             TagKind::Function(name) => tools.has(name),
-            TagKind::Parameter(name) => is_repeated || call.lacks(name),
-            _ => false,
+            _ => is_repeated || call.lacks(&tag),
         };
+        let Tag { kind, is_exact, .. } = tag;
         let starts_line = self.starts_line || after.as_ref().is_some_and(TagKind::closes);
         let tag = SeenTag { kind, is_exact, at, starts_line, is_known, is_repeated, after };
         let is_ended = self.follow(Follow::Tag(&tag));
@@ -349,7 +351,10 @@ impl ValueScanner {
             }
             TagKind::Parameter(_) => {
                 self.start_parameter(&tag, ends_line);
-                false
+                // The `</function>` before it is too early.
+                let is_end = |candidate: &EndCandidate| !candidate.has_text && !candidate.opens();
+                let follows_end = tag.is_known && tag.after == Some(TagKind::EndFunction);
+                follows_end && self.candidate.as_ref().is_some_and(is_end)
             }
             TagKind::EndParameter => self.end_parameter(&tag, ends_line, next, matches!(follow, Follow::End)),
             TagKind::EndFunction | TagKind::EndToolCall => {
@@ -369,11 +374,11 @@ impl ValueScanner {
     }
 
     fn start_parameter(&mut self, tag: &SeenTag, ends_line: bool) {
-        let is_next = ends_line || (tag.is_exact && tag.is_known && self.matched.is_some());
+        let is_next = ends_line || (tag.is_known && self.matched.is_some());
         if is_next && self.candidate.as_ref().is_none_or(EndCandidate::is_past_call) {
             match self.matched.filter(|matched| !matched.is_in_call) {
                 Some(matched) => self.suggest(matched.at, CandidateKind::EndParameter, true),
-                None if tag.is_exact && tag.starts_line && tag.is_known => {
+                None if tag.starts_line && tag.is_known => {
                     let is_repeated = tag.is_repeated;
                     let kind = if is_repeated { CandidateKind::RepeatedParameter } else { CandidateKind::Parameter };
                     self.suggest(tag.at, kind, true);
@@ -405,7 +410,7 @@ impl ValueScanner {
 
     /// Returns true if the candidate is the end.
     fn end_parameter(&mut self, tag: &SeenTag, ends_line: bool, next: Option<&TagKind>, is_last: bool) -> bool {
-        use TagKind::{EndParameter, Function, Parameter, ToolCall};
+        use TagKind::{EndParameter, EndToolCall, Function, Parameter, ToolCall};
         let goes_on = next.is_some_and(|next| tag.is_exact || *next != EndParameter);
         let is_complete = goes_on || is_last;
         if !(if tag.is_exact { ends_line } else { goes_on || (is_last && tag.starts_line) }) {
@@ -419,7 +424,7 @@ impl ValueScanner {
         // The header and the end of this parameter are repeated around the value.
         let encloses = self.matched.is_some_and(|matched| matched.opened_at == 0);
         let is_repeated = tag.after == Some(EndParameter);
-        let is_second_end = next.is_some_and(|next| !matches!(next, ToolCall | Function(_)));
+        let is_second_end = next.is_some_and(|next| !matches!(next, EndToolCall | ToolCall | Function(_)));
         let is_better = match &self.candidate {
             None => true,
             Some(first) if is_repeated && first.opens() && first.at > 0 => false,

@@ -81,8 +81,13 @@ fn write_parameter(
 ) -> bool {
     let after = if quotes || is_plain || value.contains('\n') || value.is_empty() { "\n" } else { line_feed(dice) };
     let is_repeated = !(quotes || is_plain) && dice.below(8) == 0;
-    let (repeated, repeated_end) =
-        *dice.pick(&[("", "</parameter>"), ("</parameter>\n", "</parameter>"), ("", "</parameter>\n</parameter>")]);
+    let (repeated, repeated_end) = *dice.pick(&[
+        ("", "</parameter>"),
+        ("</parameter>\n", "</parameter>"),
+        ("", "</parameter>\n</parameter>"),
+        ("\n", "</parameter>"),
+        ("  ", "</parameter>"),
+    ]);
     let _ = match dice.below(12) {
         _ if is_repeated => write!(text, "<parameter={name}>\n{repeated}<parameter={name}>\n"),
         0 => write!(text, "<parameter=\"{name}\">{after}"),
@@ -103,7 +108,7 @@ fn write_parameter(
         closing(
             dice,
             "</parameter>",
-            &["</parameter", "</param>", "</parameters>", "</ parameter>", "</parameter/>"],
+            &["</parameter", "</param>", "</parameters>", "</ parameter>", "</parameter/>", "</parameter=s>"],
             !quotes,
         )
     };
@@ -174,10 +179,11 @@ fn write_call(
         arguments.insert("n".into(), 5.into());
         return arguments;
     }
-    let functions = &["</func>", "</ function>", "</function", "</functions>", "</function_invocation>"];
+    let functions =
+        &["</func>", "</ function>", "</function", "</functions>", "</function_invocation>", "</function=f>"];
     let end = closing(dice, "</function>", functions, !quoting && (!is_open || !is_last) && !arguments.is_empty());
     let is_cut = end.is_empty() && is_open;
-    let calls = &["</tool_calls>", "</toolcall>", "</tool_call", "</tool call>"];
+    let calls = &["</tool_calls>", "</toolcall>", "</tool_call", "</tool call>", "</tool_cal>"];
     let close = closing(dice, "</tool_call>", calls, !(is_cut && is_last));
     let between = if end.is_empty() {
         ""

@@ -4,6 +4,7 @@ use super::{
     malformed::{STRINGS, answer, read},
     *,
 };
+use test_support::mutate::Dice;
 
 #[test]
 fn text_before_end_of_call_is_content() {
@@ -108,7 +109,7 @@ fn name_may_be_a_tag() {
         for header in
             ["<function=f>\n", "<name>f</name>\n", "<tool_name> f </tool_name>", "<function_name>f</function_name>\n"]
         {
-            for wrapper in ["arguments", "parameters", "args", "input"] {
+            for wrapper in ["arguments", "parameters", "params", "args", "input"] {
                 for body in
                     [&body, &format!("<parameter=s>\n{value}\n</parameter>\n<parameter=n>5</parameter>\n"), &object]
                 {
@@ -189,6 +190,15 @@ fn name_tags_in_values_are_text() {
         }
         check(&format!("<content>\n{value}\n</content>"), json!({"content": value}), "");
     }
+    // Elements of XML with the name of a tag and of a parameter.
+    for value in [
+        "<plugin>\n<parameter>v</parameter>\n<path>p</path>\n</plugin>",
+        "<path>\n<parameter>v</parameter>\n</path>",
+        "<args>\n<parameter>\nv\n</parameter>\n</args>\n<path>\n</path>",
+        "<f>\n<parameter>v</parameter>\n</f>",
+    ] {
+        check(&format!("<parameter=html>\n{value}\n</parameter>"), json!({"html": value}), "");
+    }
     check("<parameter=src/>\nx\n</parameter>", json!({"src/": "x"}), "");
     check("<parameter=a=b>\nx\n</parameter>", json!({"a=b": "x"}), "");
     for (body, content) in [("<a=b>x</a=b>", "<a=b>x</a=b>"), ("<func>go", "<func>go"), ("<>x</>", "<>x</>")] {
@@ -207,6 +217,9 @@ fn name_tags_elsewhere_are_text() {
         "<name>f</name>\n<s>x</s>",
         "<s>x</s>",
         "<tool_call>\n<name>f</b>",
+        "<tool_call>\n<h>\n<s>x</s>\n</h>\n</tool_call>",
+        "<tool_call>\n<f>\ntext\n</tool_call>",
+        "<f>\n<s>x</s>\n</f>",
     ] {
         assert_eq!(whole(false, text), [format!("C {text}")]);
     }
@@ -217,4 +230,56 @@ fn name_tags_elsewhere_are_text() {
         streamed(false, &[no_names], "<tool_call>\n<name>f</name>\n<arguments>\n</arguments>\n</tool_call>", false);
     assert_eq!(deltas, ["0 f", "0 {}"]);
     assert_eq!(whole(false, "<tool_call>\n<function=f/>\n</tool_call>"), ["0 f", "0 {}"]);
+}
+
+#[test]
+fn misplaced_tags_have_expected_arguments() {
+    let values: Vec<_> = STRINGS.iter().filter(|(_, quotes)| !quotes).map(|(value, _)| *value).collect();
+    for seed in 0..answer_count() {
+        let dice = &mut Dice(seed);
+        let value = *dice.pick(&values);
+        let (header, end) = *dice.pick(&[
+            ("<function=f>", "</function>"),
+            ("<function=f>", "</function=f>"),
+            ("<f>", "</f>"),
+            ("<f>", "</function>"),
+        ]);
+        let ends = ["</parameter>", "</parameter=NAME>", "</NAME>"];
+        let [one, two] = [("s", value), ("n", "5")].map(|(name, value)| {
+            let close = dice.pick(&ends).replace("NAME", name);
+            format!("<parameter={name}>\n{value}\n{close}\n")
+        });
+        let wrapper = *dice.pick(&["", "", "args", "arguments"]);
+        let [open, close] =
+            ["<", "</"].map(|start| format!("{start}{wrapper}>\n").replace("<>\n", "").replace("</>\n", ""));
+        let early = if wrapper.is_empty() { *dice.pick(&["", "</function>\n", "</ function>\n\n"]) } else { "" };
+        let stray = if end == "</f>" { "" } else { *dice.pick(&["", "</parameter>\n", "</function>\n"]) };
+        let text = format!("Ok.\n<tool_call>\n{header}\n{open}{one}{early}{two}{close}{end}\n{stray}</tool_call>");
+        let (content, calls) = answer(streamed(dice.below(4) == 0, &tools(), &text, false));
+        let expected = [("f".to_owned(), json!({"s": value, "n": 5}))];
+        assert_eq!((content.trim(), &calls[..]), ("Ok.", &expected[..]), "seed {seed}: {text}");
+        let reordered = format!("<tool_call>\n{header}\n{two}{early}{one}{end}\n{stray}</tool_call>");
+        assert_eq!(answer(whole(false, &reordered)), (String::new(), expected.to_vec()), "seed {seed}: {reordered}");
+    }
+}
+
+#[test]
+fn only_parameter_needs_no_name() {
+    let tool = |names: &[&str]| {
+        let properties: serde_json::Map<_, _> =
+            names.iter().map(|name| (name.to_string(), json!({"type": "string"}))).collect();
+        json!({"name": "f", "parameters": {"type": "object", "properties": properties}})
+    };
+    for (value, _) in STRINGS.iter().filter(|(_, quotes)| !quotes) {
+        let text = format!("<tool_call>\n<function=f>\n<parameter>\n{value}\n</parameter>\n</function>\n</tool_call>");
+        let read = |tool| answer(streamed(false, &[tool], &text, false)).1;
+        assert_eq!(read(tool(&["s"])), [("f".to_owned(), json!({"s": value}))], "{text}");
+        if *value == "x" {
+            assert_eq!(read(tool(&["s", "t"])), [("f".to_owned(), json!({}))], "{text}");
+        }
+    }
+    for name in ["arguments", "input"] {
+        let text = format!("<tool_call>\n<function=f>\n<parameter={name}>\n{{}}\n</parameter>\n</function>");
+        assert_eq!(answer(streamed(false, &[tool(&[])], &text, false)).1, [("f".to_owned(), json!({}))], "{text}");
+    }
 }
