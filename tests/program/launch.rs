@@ -2,12 +2,12 @@
 
 use crate::{
     process::Process,
-    program::{MOESTRO, moestro},
+    program::{self, MOESTRO, moestro},
 };
 use serde_json::Value;
 use std::{
     fs,
-    net::{TcpListener, TcpStream},
+    net::TcpStream,
     os::unix::fs::PermissionsExt,
     path::Path,
     process::{Output, Stdio},
@@ -46,7 +46,7 @@ fn launch_with(home: &Path, variables: &[(&str, &str)], args: &[&str]) -> Output
 }
 
 fn free_port() -> String {
-    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string()
+    program::free_port().to_string()
 }
 
 #[test]

@@ -1,7 +1,14 @@
 //! [`moestro`]: a command that runs the program for a test. [`signal`] sends a signal to it.
 #![allow(dead_code)] // Each test binary uses only a part of this module.
 
-use std::{env, ffi::OsString, path::Path, process::Command};
+use std::{
+    env,
+    ffi::OsString,
+    net::TcpListener,
+    path::Path,
+    process::{self, Command},
+    sync::atomic::{AtomicU16, Ordering},
+};
 
 /// Path of the program.
 pub const MOESTRO: &str = env!("CARGO_BIN_EXE_moestro");
@@ -23,6 +30,15 @@ pub fn isolate(command: &mut Command, home: &Path) {
     let own: Vec<(OsString, OsString)> = command.get_envs().filter_map(own).collect();
     command.env_clear().env("HOME", home).env("MOESTRO_DEVICE", "cpu");
     command.envs(KEPT.iter().filter_map(|name| Some((name, env::var_os(name)?)))).envs(own);
+}
+
+/// A port that no program uses. The system gives ports from 32768 on to clients, and to servers that ask for any port,
+/// so a port of that range may be in use before a test uses it.
+pub fn free_port() -> u16 {
+    static NEXT: AtomicU16 = AtomicU16::new(0);
+    let first = (process::id() % 100 * 200) as u16;
+    let mut ports = (0..20_000).map(|_| 10_000 + (first + NEXT.fetch_add(1, Ordering::Relaxed)) % 20_000);
+    ports.find(|port| TcpListener::bind(("127.0.0.1", *port)).is_ok()).expect("a free port")
 }
 
 /// `text` as one word of a shell.
