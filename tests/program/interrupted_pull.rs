@@ -1,4 +1,5 @@
-//! Tests of downloads that a signal ends, and of what `moestro pull` reports. `HF_ENDPOINT` is a slow test hub.
+//! Tests of downloads that a signal ends, and of what `moestro pull` reports. `HF_ENDPOINT` is a test hub that stops
+//! within a file.
 
 #![cfg(feature = "hub")]
 
@@ -10,7 +11,6 @@ use serde_json::Value;
 use std::{
     fs,
     io::Read,
-    net::TcpListener,
     os::unix::process::ExitStatusExt,
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
@@ -19,14 +19,11 @@ use std::{
 };
 use test_support::hub::{TestHub, hash};
 
-/// Bytes per second of each connection.
-const RATE: usize = 4 << 20;
-
-/// A hub with one shard, which has no zero byte and two pieces.
-fn slow_hub() -> (TestHub, Vec<u8>) {
+/// A hub with one shard, which has no zero byte and two pieces. Sends `stops_at` bytes.
+fn stopping_hub(stops_at: usize) -> (TestHub, Vec<u8>) {
     let shard: Vec<u8> = (0..40u32 << 20).map(|at| (at.wrapping_mul(0x9E37_79B9) >> 24) as u8 | 1).collect();
     let hub = TestHub::new(&[("config.json", b"{}".to_vec()), ("model.safetensors", shard.clone())]);
-    hub.change(|state| state.bytes_per_second = Some(RATE));
+    hub.change(|state| state.stops_at = Some(stops_at));
     (hub, shard)
 }
 
@@ -48,22 +45,29 @@ fn saved_missing(blob: &Path) -> Option<usize> {
     Some(ranges.map(|range| (range[1].as_u64().unwrap() - range[0].as_u64().unwrap()) as usize).sum())
 }
 
-/// Waits until the part file has bytes, and then for `delay`.
-fn wait_for_bytes(blob: &Path, child: &mut Child, delay: Duration) {
+/// Number of bytes in the part file.
+fn written(blob: &Path) -> usize {
+    fs::read(blob.with_extension("part")).map_or(0, |part| part.iter().filter(|byte| **byte != 0).count())
+}
+
+/// Waits until the hub has stopped and the part file has all bytes that it has sent.
+fn wait_for_bytes(hub: &TestHub, blob: &Path, child: &mut Child) {
     let begin = Instant::now();
-    while fs::metadata(blob.with_extension("part")).map_or(0, |meta| meta.len()) == 0 {
+    let has_stopped = || {
+        let state = hub.state.lock().unwrap();
+        state.sent + (1 << 16) > state.stops_at.unwrap()
+    };
+    let config = 2;
+    while !has_stopped() || written(blob) + config < hub.state.lock().unwrap().sent {
         assert!(begin.elapsed().as_secs() < 60 && child.try_wait().unwrap().is_none());
         thread::sleep(Duration::from_millis(10));
     }
-    thread::sleep(delay);
 }
 
-/// Checks that the saved progress has all but the bytes of half a second of two connections. Returns the missing bytes.
+/// Checks that the saved progress has all bytes of the part file. Returns the number of missing bytes.
 fn check_saved(blob: &Path, shard: &[u8]) -> usize {
     let missing = saved_missing(blob).expect("a map file");
-    let written = fs::read(blob.with_extension("part")).unwrap().iter().filter(|byte| **byte != 0).count();
-    let saved = shard.len() - missing;
-    assert!(written > 0 && written <= saved + RATE, "{written} bytes are written, and {saved} are saved");
+    assert_eq!(shard.len() - missing, written(blob));
     missing
 }
 
@@ -78,13 +82,13 @@ fn is_ignored(number: i32) -> bool {
 
 #[test]
 fn signal_saves_progress_of_a_pull() {
-    let signals = [("INT", 2, 100), ("TERM", 15, 700), ("HUP", 1, 1_400)];
-    for (name, number, delay) in signals.into_iter().filter(|(_, number, _)| !is_ignored(*number)) {
-        let (hub, shard) = slow_hub();
+    let signals = [("INT", 2, 1 << 20), ("TERM", 15, 6 << 20), ("HUP", 1, 12 << 20)];
+    for (name, number, stops_at) in signals.into_iter().filter(|(_, number, _)| !is_ignored(*number)) {
+        let (hub, shard) = stopping_hub(stops_at);
         let home = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let blob = blob(home.path(), &shard);
         let mut pull = command(&["pull", "org/name"], &hub.endpoint, home.path()).spawn().unwrap();
-        wait_for_bytes(&blob, &mut pull, Duration::from_millis(delay));
+        wait_for_bytes(&hub, &blob, &mut pull);
         signal(name, pull.id());
         let ended = pull.wait_with_output().unwrap();
         let stderr = String::from_utf8_lossy(&ended.stderr);
@@ -92,7 +96,7 @@ fn signal_saves_progress_of_a_pull() {
         assert!(stderr.contains("the download is interrupted; the same command resumes it"), "{stderr}");
         let missing = check_saved(&blob, &shard);
         hub.change(|state| {
-            state.bytes_per_second = None;
+            state.stops_at = None;
             state.lengths.clear();
         });
         let resumed = command(&["pull", "org/name"], &hub.endpoint, home.path()).output().unwrap();
@@ -105,13 +109,13 @@ fn signal_saves_progress_of_a_pull() {
 
 #[test]
 fn signal_saves_progress_of_a_server() {
-    let (hub, shard) = slow_hub();
-    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let (hub, shard) = stopping_hub(2 << 20);
+    let port = program::free_port();
     let home = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let blob = blob(home.path(), &shard);
     let mut server =
         command(&["serve", "org/name", "--port", &port.to_string()], &hub.endpoint, home.path()).spawn().unwrap();
-    wait_for_bytes(&blob, &mut server, Duration::from_millis(300));
+    wait_for_bytes(&hub, &blob, &mut server);
     let health = exchange(port, "GET /health", "", "");
     signal("TERM", server.id());
     let ended = server.wait_with_output().unwrap();
@@ -125,13 +129,16 @@ fn signal_saves_progress_of_a_server() {
 
 #[test]
 fn json_reports_speed_of_this_run() {
-    let (hub, shard) = slow_hub();
+    let (hub, shard) = stopping_hub(16 << 20);
     let home = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let blob = blob(home.path(), &shard);
     let mut first = command(&["pull", "org/name"], &hub.endpoint, home.path()).spawn().unwrap();
-    wait_for_bytes(&blob, &mut first, Duration::from_millis(2_000));
+    wait_for_bytes(&hub, &blob, &mut first);
     signal("TERM", first.id());
     first.wait().unwrap();
+    // Bytes per second of each connection.
+    let rate = 4 << 20;
+    hub.change(|state| (state.stops_at, state.bytes_per_second) = (None, Some(rate)));
     let missing = saved_missing(&blob).unwrap() as u64;
     let pulled = command(&["pull", "org/name", "--json"], &hub.endpoint, home.path()).output().unwrap();
     let stdout = String::from_utf8(pulled.stdout).unwrap();
@@ -141,7 +148,8 @@ fn json_reports_speed_of_this_run() {
     assert!(Path::new(complete["path"].as_str().unwrap()).join("model.safetensors").exists());
     assert!(progress.len() > 1, "{stdout}");
     for event in progress {
-        assert!(event["bytes_per_second"].as_u64().unwrap() <= 3 * RATE as u64, "two connections: {event}");
+        // There are two connections. After a pause of the program, buffers of the system have further bytes.
+        assert!(event["bytes_per_second"].as_u64().unwrap() <= 10 * rate as u64, "{event}");
         let [on_disk, received] = [&event["on_disk"], &event["received"]].map(|bytes| bytes.as_u64().unwrap());
         assert!(on_disk <= shard.len() as u64 + 2 && received <= missing + 2, "{event}");
     }

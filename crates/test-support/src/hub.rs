@@ -44,6 +44,10 @@ pub struct HubState {
     pub ignores_ranges: bool,
     /// Maximum bandwidth of each connection in bytes per second.
     pub bytes_per_second: Option<usize>,
+    /// If set, the hub sends this many bytes of files, and then waits until a test sets a larger number or `None`.
+    pub stops_at: Option<usize>,
+    /// Number of bytes of files that the hub has sent.
+    pub sent: usize,
     /// Files that change after a number of requests. Each entry has the file name, the number of requests, and the new
     /// bytes.
     pub changes: Vec<(String, usize, Vec<u8>)>,
@@ -98,6 +102,14 @@ impl TestHub {
     /// Total length of all requested ranges of a file.
     pub fn sent(&self, file: &str) -> usize {
         self.state.lock().unwrap().lengths.iter().filter(|(name, _)| name == file).map(|(_, bytes)| bytes).sum()
+    }
+
+    /// Counts bytes of a file as sent, unless the hub waits because of [`HubState::stops_at`].
+    fn may_send(&self, bytes: usize) -> bool {
+        let mut state = self.state.lock().unwrap();
+        let may_send = state.stops_at.is_none_or(|stops_at| state.sent + bytes <= stops_at);
+        state.sent += if may_send { bytes } else { 0 };
+        may_send
     }
 
     fn serve(&self, mut stream: TcpStream) {
@@ -193,11 +205,16 @@ impl TestHub {
             state.files.insert(name, bytes);
         }
         let bytes_per_second = state.bytes_per_second;
+        let whole = if state.stops_at.is_some() { 1 << 16 } else { part.len() };
+        let block_bytes = bytes_per_second.map_or(whole, |bytes_per_second| bytes_per_second / 50).max(1);
         state.sending += 1;
         state.max_sending = state.max_sending.max(state.sending);
         drop(state);
         let part = &part[..sent.min(part.len())];
-        for block in part.chunks(bytes_per_second.map_or(part.len(), |bytes_per_second| bytes_per_second / 50).max(1)) {
+        for block in part.chunks(block_bytes) {
+            while !self.may_send(block.len()) {
+                std::thread::sleep(std::time::Duration::from_millis(5));
+            }
             if stream.write_all(block).is_err() {
                 break;
             }
