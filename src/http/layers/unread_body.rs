@@ -113,14 +113,19 @@ mod tests {
     use super::*;
     use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-    /// Number of bytes that [`read`] takes from an endless body with a pause of `wait` before each byte.
-    async fn taken(wait: Duration, limit: usize, start: Duration, pause: Duration) -> usize {
+    /// Number of bytes that [`read`] takes from an endless body with the pause `first` before the first byte and the
+    /// pause `wait` before each other byte.
+    async fn taken([first, wait]: [Duration; 2], limit: usize, start: Duration, pause: Duration) -> usize {
         let sent = Arc::<AtomicUsize>::default();
         let count = sent.clone();
-        let bytes = tokio_stream::iter(0..).then(move |_: u64| {
+        let bytes = tokio_stream::iter(0..).then(move |index: u64| {
             let count = count.clone();
             async move {
-                tokio::time::sleep(wait).await;
+                match if index == 0 { first } else { wait } {
+                    // Even the shortest sleep may take a millisecond.
+                    Duration::ZERO => {}
+                    wait => tokio::time::sleep(wait).await,
+                }
                 count.fetch_add(1, Relaxed);
                 Ok::<_, std::io::Error>(vec![b'1'])
             }
@@ -131,12 +136,12 @@ mod tests {
 
     #[tokio::test]
     async fn discarded_bytes_and_time_are_limited() {
-        let [never, soon, long] = [86_400_000, 50, 600_000].map(Duration::from_millis);
-        assert_eq!(taken(Duration::ZERO, 32, long, long).await, 32);
-        assert_eq!(taken(never, 32, soon, long).await, 0);
-        assert_eq!(taken(never, 32, long, soon).await, 0);
+        let [none, brief, soon, long, never] = [0, 1, 50, 600_000, 86_400_000].map(Duration::from_millis);
+        assert_eq!(taken([none, none], 32, long, long).await, 32);
+        assert_eq!(taken([never, none], 32, soon, long).await, 0);
+        assert_eq!(taken([never, none], 32, long, soon).await, 0);
         // Slower than the least rate.
-        assert!(taken(Duration::from_millis(1), usize::MAX, soon, long).await > 0);
+        assert!(taken([none, brief], usize::MAX, soon, long).await > 0);
     }
 
     #[tokio::test]
