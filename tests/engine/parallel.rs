@@ -1,7 +1,8 @@
 //! Tests of several requests at the same time: their order, and failures that end only one of the requests.
 
 use super::scheduler::{
-    MS, answer, ask, engine, options, request, slow_model, wait_for_token, wait_until, wait_until_idle,
+    MS, answer, ask, engine, options, request, slow_model, submit_with_deadline, wait_for_token, wait_until,
+    wait_until_idle,
 };
 use mock_model::MockModel;
 use moestro_compute::device::{CpuArithmetic, CpuDevice};
@@ -10,7 +11,7 @@ use moestro_engine::{
 };
 use std::{
     sync::{Arc, atomic::Ordering},
-    time::{Duration, Instant},
+    time::Duration,
 };
 use test_support::mutate::Dice;
 
@@ -53,14 +54,13 @@ fn cancel_and_deadline_end_one_request() {
     let (handle, ..) = engine(&MockModel { batch: 4, ..slow_model() }, parallel(3));
     let mut stays = handle.submit(request(&[9], 90_000)).unwrap();
     let mut leaves = handle.submit(request(&[8], 90_000)).unwrap();
-    let deadline = Some(Instant::now() + 2000 * MS);
-    let late = handle.submit(Request { deadline, ..request(&[7], 90_000) }).unwrap();
+    let (late, _) = submit_with_deadline(&handle, &request(&[7], 90_000));
     wait_for_token(&mut leaves);
     drop(leaves);
     assert!(matches!(collect(late).1, Err(EngineError::TimedOut)));
+    wait_until(|| handle.load() == (1, 0), "the request that stays runs alone");
     count_tokens(&mut stays);
     wait_for_token(&mut stays);
-    assert_eq!(handle.load(), (1, 0));
 }
 
 /// A request with a constraint: the answer must start with `id`, regardless of the model.

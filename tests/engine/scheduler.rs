@@ -49,6 +49,19 @@ pub fn wait_for_token(events: &mut Events) {
     while !matches!(events.blocking_recv(), Some(Event::Token { .. })) {}
 }
 
+/// Submits a request that the engine soon ends, and returns its deadline. If a busy machine stops this thread until the
+/// deadline, the engine refuses the request, and the next deadline is later.
+pub fn submit_with_deadline(handle: &Handle, request: &Request) -> (Events, Instant) {
+    for wait in [50 * MS, 500 * MS, 5000 * MS, 50_000 * MS] {
+        let deadline = Instant::now() + wait;
+        match handle.submit(Request { deadline: Some(deadline), ..request.clone() }) {
+            Err(EngineError::TimedOut) => {}
+            submitted => return (submitted.unwrap(), deadline),
+        }
+    }
+    panic!("every deadline has passed");
+}
+
 /// Waits until `is_done`. Panics after a minute.
 pub fn wait_until(is_done: impl Fn() -> bool, what: &str) {
     let deadline = Instant::now() + Duration::from_secs(60);
@@ -140,13 +153,15 @@ fn full_queue_refuses_until_client_disconnects() {
 #[test]
 fn complete_answer_gets_its_timings() {
     let prompt: Vec<u32> = (3..43).collect();
-    let mock = MockModel { delay: MS, ..MockModel::default() };
+    let mock = MockModel::default();
+    mock.stops_at.store(prompt.len() + 5, Ordering::Relaxed);
     let (handle, _, metrics) = engine(&mock, Options { prompt_cache: 1 << 20, ..options() });
     let request = request(&prompt, 100);
     let is_complete = request.is_complete.clone();
     let mut events = handle.submit(request).unwrap();
     (0..3).for_each(|_| wait_for_token(&mut events));
     is_complete.store(true, Ordering::Relaxed);
+    mock.stops_at.store(usize::MAX, Ordering::Relaxed);
     let (rest, end) = collect(events);
     let (finish, timings) = end.unwrap();
     assert_eq!(finish, Finish::Stop);
@@ -217,15 +232,18 @@ fn disconnected_queued_request_leaves_at_once() {
 
 #[test]
 fn deadline_ends_running_and_waiting_requests() {
-    let (handle, ..) = engine(&slow_model(), options());
-    let begin = Instant::now();
-    let new_request = || Request { deadline: Some(begin + 2000 * MS), ..request(&[9], 90_000) };
-    let running = handle.submit(new_request()).unwrap();
-    let waiting = handle.submit(new_request()).unwrap();
-    assert!(matches!(collect(running).1, Err(EngineError::TimedOut)));
-    assert!(matches!(collect(waiting).1, Err(EngineError::TimedOut)));
-    assert!(begin.elapsed() >= 2000 * MS);
-    assert!(matches!(handle.submit(new_request()), Err(EngineError::TimedOut)));
+    let endless = request(&[9], 90_000);
+    // The request with the deadline waits, or runs beside the other.
+    for parallel in [1, 2] {
+        let (handle, ..) = engine(&slow_model(), Options { parallel, ..options() });
+        let _running = handle.submit(endless.clone()).unwrap();
+        let (late, deadline) = submit_with_deadline(&handle, &endless);
+        assert!(matches!(collect(late).1, Err(EngineError::TimedOut)));
+        assert!(Instant::now() >= deadline);
+        let late = Request { deadline: Some(deadline), ..endless.clone() };
+        assert!(matches!(handle.submit(late), Err(EngineError::TimedOut)));
+        wait_until(|| handle.load() == (1, 0), "the request without a deadline runs alone");
+    }
 }
 
 #[test]
