@@ -84,8 +84,7 @@ async fn idle_connections_are_evicted() {
 #[tokio::test]
 async fn health_answers_when_all_slots_are_busy() {
     let configure = |state: &mut ServerState| state.max_connections = Some(2);
-    let delay = Duration::from_millis(20);
-    let server = Setup { says: Some(LONG), delay, configure, ..Setup::default() }.start().await;
+    let server = Setup { says: Some(LONG), stops_at: 0, configure, ..Setup::default() }.start().await;
     let mut one = server.post(CHAT, &streamed(&chat("Count."))).await;
     let two = server.post(CHAT, &streamed(&chat("Count."))).await;
     for path in ["/health", "/metrics"] {
@@ -101,6 +100,7 @@ async fn health_answers_when_all_slots_are_busy() {
     }
     assert!(server.post("/api/chat", &chat("Count.")).await.json().await["error"].is_string());
     drop(two);
+    server.resume();
     while one.chunk().await.is_some() {}
     server.idle().await;
     server.ask(CHAT, &chat("Count.")).await;
@@ -165,10 +165,22 @@ async fn health_answers_beside_a_flood_of_connections() {
     sleep(Duration::from_millis(200)).await;
     for number in 0..100 {
         let path = if number % 2 == 0 { "/health" } else { "/metrics" };
-        assert_eq!(server.get(path).await.status, 200, "{number}");
+        // A busy machine may stop the client before it sends its request. The server then closes the silent connection.
+        let mut tries = 0;
+        while !is_answered(&server, path).await {
+            tries += 1;
+            assert!(tries < 5, "{number}");
+        }
     }
     stop.store(true, Relaxed);
     floods.into_iter().for_each(|flood| flood.join().unwrap());
+}
+
+/// Sends a GET request as soon as the connection is open. True if its status is 200.
+async fn is_answered(server: &Server, path: &str) -> bool {
+    let Ok(stream) = TcpStream::connect(server.address).await else { return false };
+    let _ = stream.try_write(format!("GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n").as_bytes());
+    wait_for_close(&stream).await.starts_with(b"HTTP/1.1 200 ")
 }
 
 /// A connection whose body never ends.
@@ -180,18 +192,24 @@ async fn half_body(server: &Server) -> TcpStream {
 }
 
 #[tokio::test]
-async fn slow_heads_and_bodies_time_out() {
-    let configure = |state: &mut ServerState| {
-        let short = Duration::from_secs(1);
-        state.timeouts = Timeouts { head: short, body: short, ..Timeouts::default() };
-    };
+async fn slow_heads_time_out() {
+    let configure = |state: &mut ServerState| state.timeouts.head = Duration::from_secs(1);
     let server = Setup { says: Some(LONG), configure, ..Setup::default() }.start().await;
     let open = || async { TcpStream::connect(server.address).await.unwrap() };
-    let (silent, half, body) = (open().await, open().await, open().await);
-    write(&half, b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nx-slow: ").await;
-    write(&body, (head(CHAT, 100) + "{\"messages\": ").as_bytes()).await;
+    let (silent, half) = (open().await, open().await);
+    // The server may have closed the connection before this thread runs.
+    let _ = half.try_write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nx-slow: ");
     assert_eq!(wait_for_close(&silent).await, b"");
     wait_for_close(&half).await;
+}
+
+#[tokio::test]
+async fn slow_bodies_time_out() {
+    let configure = |state: &mut ServerState| state.timeouts.body = Duration::from_secs(1);
+    let server = Setup { says: Some(LONG), configure, ..Setup::default() }.start().await;
+    let open = || async { TcpStream::connect(server.address).await.unwrap() };
+    let body = open().await;
+    write(&body, (head(CHAT, 100) + "{\"messages\": ").as_bytes()).await;
     let refused = wait_for_close(&body).await;
     assert!(refused.starts_with(b"HTTP/1.1 408 "), "{}", String::from_utf8_lossy(&refused));
     // A client that sends single bytes from time to time does not keep the connection open.
@@ -247,9 +265,8 @@ async fn unread_response_counts_as_request_memory() {
 /// of 10 other clients. `benches/load.py` measures larger numbers.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn slow_clients_do_not_delay_others() {
-    let setup = Setup { says: Some(LONG), delay: Duration::from_millis(1), max_queue: 64, ..Setup::default() };
-    let server = Arc::new(setup.start().await);
-    let alone = first_tokens(&server).await;
+    let setup = || Setup { says: Some(LONG), delay: Duration::from_millis(1), max_queue: 64, ..Setup::default() };
+    let [quiet, server] = [Arc::new(setup().start().await), Arc::new(setup().start().await)];
     let mut crowd = Vec::new();
     for number in 0..240 {
         let stream = TcpStream::connect(server.address).await.unwrap();
@@ -262,11 +279,11 @@ async fn slow_clients_do_not_delay_others() {
     }
     sleep(Duration::from_millis(100)).await;
     server.idle().await;
-    // Without slots and timeouts, the time would be several seconds each time. A busy machine can be slow once.
-    let mut beside = Vec::new();
-    while beside.last().is_none_or(|last| *last >= 2 * alone + Duration::from_secs(1)) {
-        assert!(beside.len() < 5, "{alone:?} alone, {beside:?} with slow clients");
-        beside.push(first_tokens(&server).await);
+    // Without slots and timeouts, the time would be several seconds each time. A busy machine can be slow at times.
+    let mut tries = Vec::new();
+    while tries.last().is_none_or(|(alone, beside)| *beside >= 2 * *alone + Duration::from_secs(1)) {
+        assert!(tries.len() < 10, "times alone and with slow clients: {tries:?}");
+        tries.push((first_tokens(&quiet).await, first_tokens(&server).await));
     }
     drop(crowd);
 }

@@ -5,9 +5,9 @@ use moestro::http::HostTimeouts;
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
-const LIMIT: Duration = Duration::from_secs(2);
+const LIMIT: Duration = Duration::from_secs(1);
 
-/// A server that takes at least a thirtieth of the time limit for each answer.
+/// A server that takes at least a fifteenth of the time limit for each answer.
 async fn server() -> Server {
     let says = Some("</think>\n\none two three four five six seven eight nine ten.");
     let delay = Duration::from_millis(3);
@@ -27,19 +27,16 @@ fn requests(n: usize, stream: bool) -> [(&'static str, Value); 2] {
 #[tokio::test]
 async fn choices_of_a_request_share_one_deadline() {
     let server = server().await;
-    for (path, body) in requests(1, false) {
-        server.ask(path, &body).await;
-    }
     for (path, body) in requests(100, false) {
         let start = Instant::now();
         assert_eq!(server.refused(path, &body, 504).await["code"], "timeout", "{path}");
-        assert!(start.elapsed() >= LIMIT && start.elapsed() < 30 * LIMIT, "{path}: {:?}", start.elapsed());
+        assert!(start.elapsed() >= LIMIT && start.elapsed() < 60 * LIMIT, "{path}: {:?}", start.elapsed());
     }
     for (path, body) in requests(100, true) {
         let start = Instant::now();
         let text = server.post(path, &body).await.text().await;
         assert!(text.contains("\"timeout\"") && !text.contains("[DONE]"), "{path}: {text}");
-        assert!(start.elapsed() >= LIMIT && start.elapsed() < 30 * LIMIT, "{path}: {:?}", start.elapsed());
+        assert!(start.elapsed() >= LIMIT && start.elapsed() < 60 * LIMIT, "{path}: {:?}", start.elapsed());
     }
     server.idle().await;
     let metrics = server.metrics.render();
@@ -53,5 +50,5 @@ async fn slow_body_exceeds_the_deadline() {
     let length = [("content-type", "application/json"), ("content-length", "100")];
     let answer = server.bare("POST", CHAT, &length, b"{").await;
     assert_eq!(answer.status, 504);
-    assert!(start.elapsed() < 30 * LIMIT, "{:?}", start.elapsed());
+    assert!(start.elapsed() < 60 * LIMIT, "{:?}", start.elapsed());
 }

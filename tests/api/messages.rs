@@ -317,7 +317,8 @@ async fn long_argument_sends_empty_deltas() {
     let (server, list) = Server::calling_with_long_list().await;
     let schema = json!({"type": "object", "properties": {"list": {"type": "array"}}});
     let tools = json!({"tools": [{"name": "f", "input_schema": schema}]});
-    let events = server.events(MESSAGES, &with(question(), tools)).await;
+    let body = with(question(), tools);
+    let events = server.evaluate_slowly(Duration::from_millis(5), server.events(MESSAGES, &body)).await;
     let is_empty =
         |event: &&Value| event["delta"]["type"] == "input_json_delta" && event["delta"]["partial_json"] == "";
     assert!(events.iter().filter(is_empty).count() > 1, "{events:?}");

@@ -76,11 +76,12 @@ async fn tool_calls_are_whole_objects() {
 /// The prompt, and a call that is held back until it is whole, both take longer than the interval of events.
 #[tokio::test]
 async fn silent_stream_sends_empty_lines() {
-    let (delay, api) = (Duration::from_millis(5), ApiSet::WithOllama);
-    let setup = Setup { says: Some(CALL), delay, api, configure: frequent_events, ..Setup::default() };
+    let api = ApiSet::WithOllama;
+    let setup = Setup { says: Some(CALL), stops_at: 0, api, configure: frequent_events, ..Setup::default() };
     let server = setup.start().await;
     let tools = json!([{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]);
-    let lines = lines(&server, "/api/chat", &question(json!({"tools": tools}))).await;
+    let body = question(json!({"tools": tools}));
+    let lines = server.evaluate_slowly(Duration::from_millis(5), lines(&server, "/api/chat", &body)).await;
     let is_call = |line: &Value| line["message"].get("tool_calls").is_some();
     let is_empty = |line: &Value| line["message"]["content"] == "" && !is_call(line) && line["done"] == false;
     let first_call = lines.iter().position(is_call).unwrap();

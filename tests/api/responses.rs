@@ -421,7 +421,8 @@ async fn long_argument_sends_empty_deltas() {
     let (server, list) = Server::calling_with_long_list().await;
     let parameters = json!({"type": "object", "properties": {"list": {"type": "array"}}});
     let tools = json!({"tools": [{"type": "function", "name": "f", "parameters": parameters}]});
-    let events = stream(&server, &with(question(), tools)).await;
+    let body = with(question(), tools);
+    let events = server.evaluate_slowly(Duration::from_millis(5), stream(&server, &body)).await;
     let is_empty = |event: &&Value| event["type"] == "response.function_call_arguments.delta" && event["delta"] == "";
     assert!(events.iter().filter(is_empty).count() > 1, "{events:?}");
     let call = called(&events.last().unwrap()["response"]);

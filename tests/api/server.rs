@@ -159,16 +159,15 @@ impl Server {
         Setup { says: Some(says), ..Setup::default() }.start().await
     }
 
-    /// A slow server that sends frequent events. Its model calls the function `f` with a long list in the parameter
-    /// `list`. Also returns the list.
+    /// A server that sends frequent events. Its model calls the function `f` with a long list in the parameter `list`,
+    /// and evaluates tokens only in [`Server::evaluate_slowly`]. Also returns the list.
     pub async fn calling_with_long_list() -> (Self, Vec<usize>) {
         let list: Vec<usize> = (0..40).collect();
         let says = format!(
             "</think>\n\n<tool_call>\n<function=f>\n<parameter=list>\n{}\n</parameter>\n</function>\n</tool_call>",
             json!(list)
         );
-        let delay = Duration::from_millis(5);
-        let setup = Setup { says: Some(says.leak()), delay, configure: frequent_events, ..Setup::default() };
+        let setup = Setup { says: Some(says.leak()), stops_at: 0, configure: frequent_events, ..Setup::default() };
         (setup.start().await, list)
     }
 
