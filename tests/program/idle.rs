@@ -2,10 +2,10 @@
 
 #![cfg(target_os = "linux")]
 
-use crate::process::Process;
+use crate::process::{self, Process};
 use serde_json::Value;
 use std::{
-    thread,
+    fs, thread,
     time::{Duration, Instant},
 };
 
@@ -34,7 +34,10 @@ fn answer(server: &Process) -> Value {
 fn idle_model_is_unloaded_and_reloaded() {
     let cache = tempfile::tempdir().unwrap();
     let prompts = cache.path().to_str().unwrap();
-    let server = Process::start(&["--keep-alive", "1s", "--memory-limit", "512M", "--prompt-cache-dir", prompts]);
+    let [file, logs] = ["moestro.toml", "logs"].map(|name| cache.path().join(name));
+    fs::write(&file, "keep-alive = \"1h\"\nmemory-limit = \"512M\"\n").unwrap();
+    let [config, log_dir] = [&file, &logs].map(|path| path.to_str().unwrap());
+    let server = Process::start(&["--config", config, "--log-dir", log_dir, "--prompt-cache-dir", prompts]);
     let right = answer(&server);
     let loaded = memory(&server);
     // The parts of the plan add up to the memory that `/health` reports. A model that is not loaded reserves no memory.
@@ -46,6 +49,9 @@ fn idle_model_is_unloaded_and_reloaded() {
     let health: Value = serde_json::from_str(&server.ask("GET", "/health", "")).unwrap();
     assert_eq!(health["memory"]["reserved"], held(), "{health}");
     assert!(health["memory"]["used"].as_u64().is_some_and(|used| used < held()), "{health}");
+    // From now on, the model is unloaded a second after its last request.
+    fs::write(&file, "keep-alive = \"1s\"\nmemory-limit = \"512M\"\n").unwrap();
+    process::reload(server.id(), &logs);
     let begun = Instant::now();
     while held() > 0 {
         assert!(begun.elapsed() < Duration::from_secs(60), "the model is still loaded");
