@@ -194,10 +194,16 @@ impl Server {
             if self.engine.load() == (running, queued) {
                 return;
             }
-            self.mock.stops_at.fetch_add(1, Ordering::Relaxed);
+            self.evaluate_one();
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
         panic!("{:?} is not ({running}, {queued})", self.engine.load());
+    }
+
+    /// Lets a stopped model evaluate one token. Calls before it has done so add none, so that a model that begins late
+    /// makes up for nothing.
+    fn evaluate_one(&self) {
+        self.mock.stops_at.store(self.evaluated() + 1, Ordering::Relaxed);
     }
 
     /// Lets a stopped model evaluate one token per `time` until `work` is done. The server's tasks and these steps have the
@@ -206,7 +212,7 @@ impl Server {
         let steps = async {
             loop {
                 tokio::time::sleep(time).await;
-                self.mock.stops_at.fetch_add(1, Ordering::Relaxed);
+                self.evaluate_one();
             }
         };
         tokio::select! {
