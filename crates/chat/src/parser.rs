@@ -419,7 +419,7 @@ impl Parser {
                 TagKind::Function(name) if name == self.call.name && self.call.seen.is_empty() => {
                     self.continue_call(length)
                 }
-                TagKind::EndFunction => match self.tag_after(length) {
+                TagKind::EndFunction => match self.tag_after(length, !self.rest().starts_with("</f")) {
                     TagAt::Unfinished if end == InputEnd::MoreToCome => StepResult::NeedMoreText,
                     // The tag is too early.
                     TagAt::Found(tag) if self.call.lacks(&tag) => self.continue_call(length),
@@ -434,10 +434,10 @@ impl Parser {
         }
     }
 
-    /// Reads the tag after `skip` bytes and white space.
-    fn tag_after(&self, skip: usize) -> TagAt {
-        let text = after_gap(&self.rest()[skip..]);
-        text.map_or(TagAt::Other, |text| self.tools.plain_tag_at(text, &self.call))
+    /// Reads the tag after `skip` bytes and white space. `<NAME>` is a tag only if `named` is true.
+    fn tag_after(&self, skip: usize, named: bool) -> TagAt {
+        let Some(text) = after_gap(&self.rest()[skip..]) else { return TagAt::Other };
+        if named { self.tools.tag_at(text, &self.call) } else { self.tools.plain_tag_at(text, &self.call) }
     }
 
     /// Reads arguments that are written as one JSON object after a tag of `skip` bytes. `None` if there is no object.
@@ -519,7 +519,7 @@ impl Parser {
     fn value_start(&mut self, end: InputEnd) -> StepResult {
         let rest = self.rest();
         let line_end = ["\r\n", "\n"].into_iter().find(|line_end| rest.starts_with(line_end)).unwrap_or_default();
-        match self.tag_after(0) {
+        match self.tag_after(0, false) {
             TagAt::Unfinished if end == InputEnd::MoreToCome => return StepResult::NeedMoreText,
             // The tag is repeated.
             TagAt::Found(tag) if self.call.is_own(&tag.kind) && !self.call.is_exact => self.skip(0),

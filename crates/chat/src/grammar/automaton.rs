@@ -16,9 +16,9 @@ use std::{
 /// Maximum number of states of an automaton.
 const MAX_STATES: usize = 200;
 /// Maximum number of steps to find the states of an automaton.
-const MAX_FUEL: u64 = 100_000;
+const MAX_FUEL: u64 = 400_000;
 /// Maximum number of bytes of an expression.
-pub const MAX_BYTES: usize = 8 << 10;
+pub const MAX_BYTES: usize = 16 << 10;
 /// Maximum number of bytes of all expressions on the way to one.
 const MAX_ALL_BYTES: usize = 1 << 20;
 
@@ -27,7 +27,8 @@ type Range<S> = (u32, u32, S);
 
 /// A regular expression of the texts that `ast` matches. `None` if it is too complex.
 pub fn expression(ast: &RegexAst) -> Option<String> {
-    let states = minimal(&states(ast)?);
+    // derivre panics on some expressions.
+    let states = minimal(&std::panic::catch_unwind(|| states(ast)).ok()??);
     let start = states.len();
     let end = start + 1;
     let mut edges: BTreeMap<(usize, usize), String> = BTreeMap::new();

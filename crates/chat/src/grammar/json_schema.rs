@@ -427,10 +427,10 @@ impl<'a> Preparation<'a> {
         replace_exclusive_integers(schema);
         let number = |key: &str| schema.get(key).and_then(Value::as_f64);
         let [min, max] = bounds.map(|(key, exclusive, _)| number(key).or(number(exclusive)));
-        if is_integer && !has_constants && min.is_none() && max.is_none_or(|max| max > integers.0) {
+        if is_integer && !has_constants && min.is_none() && max.is_none_or(|max| max >= integers.0) {
             schema.insert("minimum".into(), integers.0.into());
         }
-        if is_integer && !has_constants && max.is_none() && min.is_none_or(|min| min < integers.1) {
+        if is_integer && !has_constants && max.is_none() && min.is_none_or(|min| min <= integers.1) {
             schema.insert("maximum".into(), integers.1.into());
         }
         Ok(())
@@ -505,7 +505,11 @@ fn has_rounded_integer(value: &Value) -> bool {
 
 /// The integers of a format such as `int32` or `uint8`, as generators of C#, Rust and OpenAPI write them.
 fn integer_range(format: &str) -> (f64, f64) {
-    let count = |prefix: &str| format.strip_prefix(prefix)?.parse().ok().map(|bits: u8| f64::from(bits).exp2());
+    let count = |prefix: &str| {
+        let digits =
+            format.strip_prefix(prefix)?.bytes().all(|b| b.is_ascii_digit()).then(|| &format[prefix.len()..])?;
+        digits.parse().ok().filter(|bits| *bits > 0).map(|bits: u8| f64::from(bits).exp2())
+    };
     match (count("int"), count("uint")) {
         (Some(count), _) => ((-count / 2.0).max(-MAX_INTEGER), (count / 2.0 - 1.0).min(MAX_INTEGER)),
         (_, Some(count)) => (0.0, (count - 1.0).min(MAX_INTEGER)),

@@ -41,10 +41,7 @@ impl LookAheads {
         if let Some(known) = self.known.get(pattern) {
             return known.clone();
         }
-        let replaced = self.conjunction(pattern).unwrap_or_else(|| {
-            self.left = self.left.saturating_sub(REFUSED);
-            vec![pattern.to_owned()]
-        });
+        let replaced = self.conjunction(pattern).unwrap_or_else(|| vec![pattern.to_owned()]);
         self.known.insert(pattern.to_owned(), replaced.clone());
         replaced
     }
@@ -63,7 +60,7 @@ impl LookAheads {
                 let Some((body, is_negated)) = look_ahead(element) else { break };
                 self.left = self.left.checked_sub(1)?;
                 let ahead = self.alternatives(body, Some(ANY), true, 0)?;
-                patterns.push(if is_negated { automaton::expression(&not(&ahead))? } else { ahead });
+                patterns.push(if is_negated { self.automaton(&not(&ahead))? } else { ahead });
                 rest = &rest[element.len()..];
             }
             whole.push(self.sequence(rest, Some(ANY), true, 0)?);
@@ -81,6 +78,9 @@ impl LookAheads {
 
     fn sequence(&mut self, text: &str, tail: Option<&str>, is_start: bool, depth: usize) -> Option<String> {
         let mut parts = elements(text.strip_prefix('^').filter(|_| is_start).unwrap_or(text));
+        if parts.len() > automaton::MAX_BYTES {
+            return None;
+        }
         let tail = match parts.pop_if(|last| *last == "$") {
             Some(_) => Some(tail.filter(|tail| ["", ANY].contains(tail)).map(|_| "")?),
             None => tail,
@@ -94,7 +94,7 @@ impl LookAheads {
                 let ahead = self.alternatives(body, Some(ANY), is_start, depth)?;
                 let ahead = if is_negated { not(&ahead) } else { regex(&ahead) };
                 let next: Vec<String> = done.drain(..count).collect();
-                done.insert(0, automaton::expression(&RegexAst::And(vec![regex(&next.concat()), ahead]))?);
+                done.insert(0, self.automaton(&RegexAst::And(vec![regex(&next.concat()), ahead]))?);
             } else if !needs_care(part)? {
                 done.insert(0, part.to_owned());
             } else {
@@ -113,6 +113,13 @@ impl LookAheads {
             }
         }
         Some(done.concat()).filter(|text| text.len() <= automaton::MAX_BYTES)
+    }
+
+    /// An expression for `ast`. One that is too complex counts as several look-aheads.
+    fn automaton(&mut self, ast: &RegexAst) -> Option<String> {
+        let expression = automaton::expression(ast);
+        self.left = self.left.saturating_sub(if expression.is_none() { REFUSED } else { 0 });
+        expression
     }
 
     /// The number of elements that are at least as long as each text of look-ahead.
@@ -148,17 +155,23 @@ fn group(element: &str) -> Option<(&str, &str)> {
     (!body.starts_with('?')).then_some((body, repeats))
 }
 
-/// Escapes what is more than a character in a class of Rust's syntax, and a character in JavaScript and Python: `[`, `&&`
-/// and `~~`.
+/// Escapes what is more than a character in a class of Rust's syntax, and a character in JavaScript and Python: `[`, `&&`,
+/// `~~`, and a `-` that is the start or the end of a range or no part of one.
 pub fn literal_classes(pattern: &str) -> String {
     let mut literal = String::with_capacity(pattern.len());
     for (_, token) in tokens(pattern) {
-        let (start, class) = token.split_at(usize::from(token.starts_with('[')));
+        let (start, class) =
+            token.split_at(if token.starts_with("[^") { 2 } else { usize::from(token.starts_with('[')) });
         literal += start;
         let mut is_escaped = start.is_empty();
-        for c in class.chars() {
-            literal.extend((!is_escaped && "[&~".contains(c)).then_some('\\'));
+        // 1 after a character that may start a range, 2 inside of a range.
+        let mut range = 0;
+        let mut chars = class.chars().peekable();
+        while let Some(c) = chars.next() {
+            let is_operator = c == '-' && range == 1 && chars.peek().is_some_and(|next| *next != ']');
+            literal.extend((!is_escaped && ("[&~".contains(c) || c == '-' && !is_operator)).then_some('\\'));
             literal.push(c);
+            range = if is_operator && !is_escaped { 2 } else { u8::from(range != 2 || c == '\\' && !is_escaped) };
             is_escaped = start.is_empty() || c == '\\' && !is_escaped;
         }
     }
@@ -329,7 +342,11 @@ mod tests {
     fn expression(dice: &mut Dice, depth: usize) -> String {
         let element = |dice: &mut Dice| match dice.below(if depth == 0 { 4 } else { 9 }) {
             0..=2 => (*dice.pick(&["a", "b", "[ab]", "[^a]", ".", "-", r"\w", "ä"])).to_owned(),
-            3 => format!("{}{}", dice.pick(&["a", "b", "."]), dice.pick(&["?", "*", "+", "{2}", "{1,2}", "{0,3}?"])),
+            3 => format!(
+                "{}{}",
+                dice.pick(&["a", "b", "."]),
+                dice.pick(&["?", "*", "+", "{2}", "{1,2}", "{0,3}?", "{3,5}"])
+            ),
             4 | 5 => format!("({}){}", expression(dice, depth - 1), dice.pick(&["", "?", "*", "+", "{2}"])),
             6 => format!("(?={}{})", expression(dice, depth - 1), dice.pick(&["", "", "$"])),
             _ => format!("(?!{}{})", expression(dice, depth - 1), dice.pick(&["", "", "$"])),
@@ -378,7 +395,7 @@ mod tests {
             r"^(?!\b)a",
             r"^(a)(?!\1)b",
             "a(?!^b)",
-            "a(?=b.{90}c.{90}d)[abc]*$",
+            "a(?=b.{150}c.{150}d)[abcd]*$",
             &format!("^{many}a"),
             &format!("{}(?=a){}", "(".repeat(20), "b)?".repeat(20)),
         ] {

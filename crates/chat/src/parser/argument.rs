@@ -56,9 +56,9 @@ impl PendingCall {
     /// The names that may be tags outside of a value: `<NAME>`, or `</NAME>` if `closes` is true.
     pub fn tag_names(&self, closes: bool) -> impl Iterator<Item = &str> {
         let wraps = !self.name.is_empty() && (closes || self.seen.is_empty());
-        let is_own = |name: &&String| self.argument.as_ref().is_none_or(|argument| argument.name == **name);
-        let names = self.parameters.iter().chain(&self.seen).filter(move |name| !closes || is_own(name));
-        let names = names.chain(closes.then_some(&self.name)).map(String::as_str);
+        let own = self.argument.as_ref().filter(|_| closes).map(|argument| &argument.name);
+        let all = own.is_none().then(|| self.parameters.iter().chain(&self.seen)).into_iter().flatten();
+        let names = own.into_iter().chain(all).chain(closes.then_some(&self.name)).map(String::as_str);
         names.chain(WRAPPERS.into_iter().filter(move |_| wraps)).filter(|_| !self.is_stray)
     }
 

@@ -175,11 +175,13 @@ fn closing_tag(text: &str) -> TagAt {
     let word = inner[..end].split('=').next().unwrap_or_default();
     let word = word.trim_matches([' ', '|']).to_ascii_lowercase().replace("tool call", "tool_call");
     let (kind, exact) = match word.as_str() {
-        word if word.contains(' ') => return TagAt::Other,
+        word if word.contains([' ', '.', ':']) => return TagAt::Other,
         word if word.starts_with("param") => (TagKind::EndParameter, "</parameter>"),
         word if word.starts_with("function_call") => (TagKind::EndToolCall, "</tool_call>"),
         word if word.starts_with("func") || word == "invoke" => (TagKind::EndFunction, "</function>"),
-        word if word.starts_with("tool") && word.contains("cal") => (TagKind::EndToolCall, "</tool_call>"),
+        word if word.starts_with("tool") && (word.contains("call") || word == "tool_cal") => {
+            (TagKind::EndToolCall, "</tool_call>")
+        }
         _ => return TagAt::Other,
     };
     found(kind, start + end + usize::from(is_closed), text.starts_with(exact))

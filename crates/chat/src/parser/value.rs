@@ -265,7 +265,9 @@ impl ValueScanner {
     /// `<parameter=NAME>` opened, `</NAME>` is text if it closes a `<NAME>` of the value.
     fn own_or_next_tag(&mut self, text: &str, call: &PendingCall, last: bool) -> TagAt {
         let Some(PendingArgument { name, is_named, .. }) = &call.argument else { return TagAt::Other };
-        let is_end = |last: &SeenTag| last.kind == TagKind::EndParameter && (*is_named || !last.is_exact);
+        let closes_call = text.starts_with("</") && self.nested == 0;
+        let is_end =
+            |last: &SeenTag| last.kind == TagKind::EndParameter && if last.is_exact { *is_named } else { closes_call };
         if self.last.as_ref().is_some_and(is_end) {
             return named_tag(text, call);
         }

@@ -127,6 +127,8 @@ fn classes_have_javascript_syntax() {
         (r"^[[:alp]{1,3}$", "[:alp"),
         (r"^[a~~b[\]]{2}$", "a~b[]"),
         (r"^(?!&)[&&a]{2}$", "&a"),
+        (r"^[+--]{2}$", "+,-"),
+        (r"^[a\w--\d]{2}$", "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-"),
     ] {
         let schema = json!({"type": "string", "pattern": pattern});
         check(&schema, 12, |value| value.as_str().unwrap().chars().all(|c| allowed.contains(c)));

@@ -120,8 +120,11 @@ fn name_may_be_a_tag() {
                     }
                 }
             }
-            let text = format!("<tool_call>\n{header}{body}</function>\n</tool_call>");
-            assert_eq!(answer(whole(false, &text)), (String::new(), expected.to_vec()), "{text}");
+            // The second has an argument after the tag around all arguments.
+            for body in [&body, &format!("<args>\n<s>\n{value}\n</s>\n</args>\n<n>5</n>\n")] {
+                let text = format!("<tool_call>\n{header}{body}</function>\n</tool_call>");
+                assert_eq!(answer(whole(false, &text)), (String::new(), expected.to_vec()), "{text}");
+            }
         }
         let text = format!("<function=f>\n{body}</function>");
         assert_eq!(answer(whole(true, &text)), (String::new(), expected.to_vec()), "{text}");
@@ -175,6 +178,10 @@ fn name_tags_in_values_are_text() {
         "<content type=\"a\">\nx\n</content>",
         "x\n</arguments>",
         "x\n</path>\n</html>\ny",
+        "<object>\n<param>v</param>\n<path>q</path>\n</object>",
+        "<params>\n<path>q</path>\n</params>\nx",
+        "<Params.Provider>\nx\n</Params.Provider>\nx",
+        "<toolbar-vertical>\n<tool:local>x</tool:local>\n</toolbar-vertical>",
     ] {
         let (html, both) = (json!({"html": value}), json!({"html": value, "path": "p"}));
         if !value.contains("\n</html>\ny") {
