@@ -59,7 +59,7 @@ pub struct ApiError {
 
 impl ApiError {
     fn new(status: StatusCode, kind: &'static str, code: Option<&'static str>, message: impl Into<String>) -> Self {
-        let message = bounded(&escaped(&message.into()), MAX_MESSAGE).into_owned();
+        let message = shown(&message.into(), MAX_MESSAGE);
         Self { status, kind, code, param: None, message, retry_after: None, lengths: None }
     }
 
@@ -394,7 +394,13 @@ pub fn quote(text: &str) -> Cow<'_, str> {
 
 /// The path of a field for an error. Names that the client chose, such as those in a schema, are part of it.
 fn path(text: String) -> String {
-    bounded(&escaped(&text), MAX_PATH).into_owned()
+    shown(&text, MAX_PATH)
+}
+
+/// A text of about `max` bytes at most, with its control characters escaped. It is cut before it is escaped, because it may
+/// have megabytes.
+fn shown(text: &str, max: usize) -> String {
+    bounded(&escaped(&bounded(text, max)), max).into_owned()
 }
 
 /// A text with its control characters escaped, except line feeds. A terminal would obey them.

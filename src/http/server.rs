@@ -78,7 +78,7 @@ fn router_for(api: ApiSet, state: Arc<ServerState>) -> Router {
         .fallback(no_such_path)
         .method_not_allowed_fallback(wrong_method)
         .layer(from_fn(request_log::enforce_deadline))
-        .layer(from_fn(gzip::decompress))
+        .layer(from_fn_with_state(state.clone(), gzip::decompress))
         .layer(from_fn_with_state(state.clone(), auth::require_key))
         .layer(from_fn_with_state(state.origins.clone(), origin::check_origin))
         .layer(from_fn_with_state(state.clone(), unread_body::discard));

@@ -93,7 +93,7 @@ async fn invalid_schema_error_names_the_position() {
     let server = Server::saying(THINKS).await;
     let at = "response_format.json_schema.schema";
     for (part, place, in_tools) in [
-        (json!({"type": "string", "pattern": "(?=x)y"}), ".properties.a.pattern", false),
+        (json!({"type": "string", "pattern": "(?<=x)y"}), ".properties.a.pattern", false),
         (json!({"type": "strnig"}), ".properties.a.type", false),
         (json!({"not": {"type": "string"}}), ".properties.a.not", false),
         (json!({"anyOf": [{"type": "null"}, 5]}), ".properties.a.anyOf[1]", true),

@@ -1,17 +1,18 @@
 //! Compressed request bodies: a gzip body is decompressed while it is read, and any other encoding gets 415.
 //!
-//! Limits on size and memory apply to the decompressed bytes, so a small body that expands to a large body is refused.
+//! Limits on size and memory apply to the decompressed bytes, so a small body that expands to a large body is refused. The
+//! compressed bytes have a limit, too, because members may be empty.
 
-use crate::http::ApiError;
+use crate::http::{ApiError, ServerState};
 use async_compression::tokio::bufread::GzipDecoder;
 use axum::{
     body::Body,
-    extract::Request,
+    extract::{Request, State},
     http::header,
     middleware::Next,
     response::{IntoResponse, Response},
 };
-use std::io;
+use std::{io, sync::Arc};
 use tokio_stream::StreamExt;
 use tokio_util::io::{ReaderStream, StreamReader};
 
@@ -19,7 +20,7 @@ use tokio_util::io::{ReaderStream, StreamReader};
 const CHUNK: usize = 32 << 10;
 
 /// Layer that decompresses gzip bodies and refuses every other encoding.
-pub async fn decompress(mut request: Request, next: Next) -> Response {
+pub async fn decompress(State(state): State<Arc<ServerState>>, mut request: Request, next: Next) -> Response {
     let mut given = request.headers().get_all(header::CONTENT_ENCODING).iter();
     let encoding = match (given.next(), given.next()) {
         (None, _) => return next.run(request).await,
@@ -30,7 +31,7 @@ pub async fn decompress(mut request: Request, next: Next) -> Response {
     match &*encoding {
         b"gzip" | b"x-gzip" => {
             request.headers_mut().remove(header::CONTENT_LENGTH);
-            request = request.map(decompressed);
+            request = request.map(|body| decompressed(body, state.body_limit));
         }
         b"" | b"identity" => {}
         _ => return ApiError::unknown_encoding().into_response(),
@@ -39,9 +40,14 @@ pub async fn decompress(mut request: Request, next: Next) -> Response {
     next.run(request).await
 }
 
-/// Decompresses all gzip members of a body. Bytes after the last member are an error.
-fn decompressed(body: Body) -> Body {
-    let chunks = body.into_data_stream().map(|chunk| chunk.map_err(io::Error::other));
+/// Decompresses all gzip members of a body that has at most `limit` bytes. Bytes after the last member are an error.
+fn decompressed(body: Body, limit: usize) -> Body {
+    let mut left = limit;
+    let chunks = body.into_data_stream().map(move |chunk| {
+        let chunk = chunk.map_err(io::Error::other)?;
+        left = left.checked_sub(chunk.len()).ok_or_else(|| io::Error::other("too many compressed bytes"))?;
+        Ok::<_, io::Error>(chunk)
+    });
     let mut decoder = GzipDecoder::new(StreamReader::new(chunks));
     decoder.multiple_members(true);
     Body::from_stream(ReaderStream::with_capacity(decoder, CHUNK))
@@ -74,7 +80,7 @@ mod tests {
             chunks.push(io::Result::Ok(chunk.to_vec()));
             bytes = rest;
         }
-        let body = decompressed(Body::from_stream(tokio_stream::iter(chunks)));
+        let body = decompressed(Body::from_stream(tokio_stream::iter(chunks)), usize::MAX);
         let bytes = body::to_bytes(body, usize::MAX).await.ok()?;
         Some(String::from_utf8(bytes.to_vec()).unwrap())
     }
@@ -101,5 +107,11 @@ mod tests {
                 .extend((0..1 + below(random, 30)).map(|n| if n == 0 { first } else { below(random, 256) as u8 }));
             assert_eq!(text(random, &compressed).await, None, "seed {seed}: {first} follows");
         }
+    }
+
+    #[tokio::test]
+    async fn endless_empty_members_are_refused() {
+        let empty = tokio_stream::iter(std::iter::repeat_with(|| io::Result::Ok(member(""))));
+        assert!(body::to_bytes(decompressed(Body::from_stream(empty), 10_000), usize::MAX).await.is_err());
     }
 }

@@ -2,6 +2,7 @@
 //! purpose, and from `tool_choice`. All of these fields become one [`OutputFormat`], which is compiled outside the
 //! async threads.
 
+use crate::error::bounded;
 use crate::http::{
     ApiError,
     layers::MemoryPermit,
@@ -31,6 +32,8 @@ const COMPILE_TIME: Duration = Duration::from_secs(5);
 
 /// Bytes of memory set aside while a format is compiled.
 const COMPILE_BYTES: usize = 8 << 20;
+/// Maximum number of bytes of what is wrong with a schema, in an error. A text of the schema may be part of it.
+const MAX_REASON: usize = 200;
 
 /// A format of the content, and the path of the request field that asks for it.
 pub type FormatField = (String, ContentFormat);
@@ -261,7 +264,7 @@ fn refuse(field: &str, tool_path: ToolPath, error: FormatError) -> ApiError {
         Some(index) => tool_path(index, "parameters") + &error.path,
         None => format!("{field}{}", error.path),
     };
-    ApiError::invalid(&at, format!("{}: {}", quote(&at), error.reason))
+    ApiError::invalid(&at, format!("{}: {}", quote(&at), bounded(&error.reason, MAX_REASON)))
 }
 
 /// Connects a token constraint to the engine's sampler.
