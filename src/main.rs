@@ -52,7 +52,9 @@ fn main() -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             let hint = local_models::hint(&error, &settings);
-            print_note(format_args!("moestro: {}{hint}", bounded(&error.to_string(), MAX_ERROR)));
+            // One line, so that a text in a file cannot look like another error.
+            let error_line = error.to_string().replace(['\n', '\t'], "\u{fffd}");
+            print_note(format_args!("moestro: {}{hint}", bounded(&error_line, MAX_ERROR)));
             ExitCode::from(error.exit_code())
         }
     }
