@@ -192,7 +192,8 @@ FN void split_job(CONSTANT ExpertsArgs& a, DEVICE const float* x, THREADGROUP co
 // barrier, or 0 if `row` is not a row of its weights. `w` has the shared expert's weights, and gets those of the job. A
 // job of the shared expert has one tile of rows.
 FN uint gate_up_job(CONSTANT ExpertsArgs& a, DEVICE const uint* slots, DEVICE const uint* order,
-                    DEVICE const Segment* table, uint row, THREADGROUP uint* list, THREAD WeightPtrs* w THREAD_IDS_PARAM) {
+                    DEVICE const Segment* table, uint row, THREADGROUP uint* list,
+                    THREAD WeightPtrs* w THREAD_IDS_PARAM) {
   if (tgid.y < a.shared_jobs) {
     const uint first = tgid.y * TILE_ROWS, count = min(a.tokens - first, uint(TILE_ROWS));
     if (tid < count) list[tid] = a.tokens * a.k + first + tid;

@@ -11,7 +11,8 @@
 //
 // The shared expert is the last rank. The product that computes the router's scores also computes the shared expert's
 // gate and up projections, so moe_gate_up only applies SwiGLU to them (expert_tiles.metal computes them itself). moe_down
-// reads the shared expert's down matrix from the trunk. Sums are added in rank order, so the order of reads does not change the result.
+// reads the shared expert's down matrix from the trunk. Sums are added in rank order, so the order of reads does not
+// change the result.
 
 // UP_ROWS: rows of gate and of up that a simdgroup computes at a time. DOWN_ROWS: the same for down. UP_GROUPS:
 // simdgroups of a threadgroup for gate and up. JOB_TOKENS: assignments of a job that are computed at a time.

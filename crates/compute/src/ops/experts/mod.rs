@@ -94,7 +94,7 @@ impl ExpertSlots {
 /// Buffers of the mixture of experts that all layers of a pass share.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct MoeBuffers {
-    /// The router's scores and the shared expert's projections, f32 `[tokens, width]`; see [`MoeWeights::width`].
+    /// [`Router::scores`](super::router::Router::scores), f32 `[tokens, width]`; see [`MoeWeights::width`].
     pub scores: Region,
     /// Weights from [`Router`](super::router::Router), f32 `[tokens, k + 1]`. The last weight of a row is the shared
     /// expert's.

@@ -52,7 +52,9 @@ impl<D: Driver> GpuBackend<D> {
                 let jobs = Jobs { count, jobs, order: order.floats(assignments.len()) };
                 match self.half {
                     Some(half) => self.all(op.half_launches(jobs, half)),
-                    None if tiled => self.all(op.by_expert_tiles(jobs, shared)),
+                    None if tiled => {
+                        self.all(op.by_expert_tiles(jobs, shared).into_iter().filter(|launch| launch.grid[1] > 0))
+                    }
                     None => self.all(op.by_expert(jobs)),
                 }
             }

@@ -11,8 +11,8 @@ use crate::{
 
 impl Router<'_> {
     /// Launches the matrix product of the scores, then the selection. If the experts are `tiled`, their launch computes the
-    /// shared expert's gate and up, and the weight of the shared result comes directly after the scores. Panics above
-    /// 1024 experts.
+    /// shared expert's gate and up, and the weight of the shared result comes directly after the router's scores. Panics
+    /// above 1024 experts.
     pub fn launches(&self, tiled: bool) -> [Launch; 2] {
         let Self { layer, tokens, x, norm, scores, .. } = *self;
         let matrices = match self.shared() {

@@ -1,5 +1,5 @@
 //! The router: scores of all experts, softmax, top-k. Ties go to the lower expert number. The same operation
-//! computes the weight of the shared expert, and on a GPU also its gate and up projections.
+//! computes the weight of the shared expert, and on a GPU also its gate and up projections, unless the experts' launch does.
 
 mod cpu;
 mod gpu;

@@ -6,19 +6,38 @@ use crate::{
 };
 
 pub fn cases(b: &mut KernelCheck<'_, impl Driver>) -> Result<(), DeviceError> {
+    let affine = |bits| WeightFormat::Affine { bits, group: 64, scale: Float::Bf16 };
+    case(b, 192, 21, WeightFormat::Dense(Float::F32), affine)?;
+    if b.gpu.tile_all_rows(true) {
+        case(b, 256, 128, affine(4), affine)?;
+        b.gpu.tile_all_rows(false);
+    }
+    Ok(())
+}
+
+/// `down`: format of the shared expert's down matrix.
+fn case(
+    b: &mut KernelCheck<'_, impl Driver>,
+    hidden: usize,
+    inner: usize,
+    down: WeightFormat,
+    affine: impl Fn(u8) -> WeightFormat,
+) -> Result<(), DeviceError> {
     let tokens = 3;
     let experts = 256;
     let k = 8;
-    let hidden = 192;
-    let inner = 21;
-    let affine = |bits| WeightFormat::Affine { bits, group: 64, scale: Float::Bf16 };
     let shared = SharedExpert {
         gate_up: [b.weight(affine(4), inner, hidden)?, b.weight(affine(4), inner, hidden)?],
-        down: b.weight(WeightFormat::Dense(Float::F32), hidden, inner)?,
+        down: b.weight(down, hidden, inner)?,
         result: b.weight(affine(8), 1, hidden)?,
     };
     let router = b.weight(affine(8), experts, hidden)?;
-    let stacks: [ExpertStack; 3] = Default::default();
+    let stacks = [(inner, hidden), (inner, hidden), (hidden, inner)].map(|(rows, cols)| ExpertStack {
+        codes: affine(4),
+        rows,
+        cols,
+        ..ExpertStack::default()
+    });
     let table: Vec<u32> = (0..experts as u32).map(|expert| 7 * expert + 1).collect();
     for renormalise in [true, false] {
         let layer = &MoeWeights { k, renormalise, router, shared: Some(shared), stacks: stacks.clone() };
