@@ -32,7 +32,7 @@ pub fn isolate(command: &mut Command, home: &Path) {
     command.envs(KEPT.iter().filter_map(|name| Some((name, env::var_os(name)?)))).envs(own);
 }
 
-/// A port that no program uses. The system gives ports from 32768 on to clients, and to servers that ask for any port,
+/// A port that was free a moment ago. The system gives ports from 32768 on to clients, and to servers that ask for any port,
 /// so a port of that range may be in use before a test uses it.
 pub fn free_port() -> u16 {
     static NEXT: AtomicU16 = AtomicU16::new(0);
