@@ -10,7 +10,7 @@ use moestro::{
     command::{
         cache, completions, generate, launch, list, local_models, log, man, pack, ps, pull, rm, run as chat, serve,
         service, show_config,
-        text::{print, print_line, print_note},
+        text::{print, print_line, print_note, printable_line},
     },
     config::{
         GenerateConfig, ServeConfig,
@@ -53,8 +53,8 @@ fn main() -> ExitCode {
         Err(error) => {
             let hint = local_models::hint(&error, &settings);
             // One line, so that a text in a file cannot look like another error.
-            let error_line = error.to_string().replace(['\n', '\t'], "\u{fffd}");
-            print_note(format_args!("moestro: {}{hint}", bounded(&error_line, MAX_ERROR)));
+            let text = error.to_string();
+            print_note(format_args!("moestro: {}{hint}", bounded(&printable_line(&text), MAX_ERROR)));
             ExitCode::from(error.exit_code())
         }
     }

@@ -88,7 +88,7 @@ impl PrintableStream {
 /// feed or tab in a cell is replaced, so that a name cannot forge a row.
 pub fn table<const N: usize>(header: [&str; N], rows: &[[String; N]]) -> String {
     let all: Vec<[Cow<'_, str>; N]> = std::iter::once(header.map(Cow::from))
-        .chain(rows.iter().map(|row| row.each_ref().map(|cell| printable_cell(cell))))
+        .chain(rows.iter().map(|row| row.each_ref().map(|cell| printable_line(cell))))
         .collect();
     let width = |column: usize| all.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
     let widths: [usize; N] = std::array::from_fn(width);
@@ -101,7 +101,8 @@ pub fn table<const N: usize>(header: [&str; N], rows: &[[String; N]]) -> String 
     text
 }
 
-fn printable_cell(text: &str) -> Cow<'_, str> {
+/// [`printable`], with line feeds and tabs replaced, too.
+pub fn printable_line(text: &str) -> Cow<'_, str> {
     let text = printable(text);
     if text.contains(['\n', '\t']) { text.replace(['\n', '\t'], "\u{fffd}").into() } else { text }
 }
