@@ -88,11 +88,11 @@ async function prepare(page, context, url, width, { height, waits }) {
     text: selector => page.$eval(selector, element => element.textContent),
     texts: selector => page.$$eval(selector, all => all.map(element => element.textContent)),
     count: selector => page.$$eval(selector, all => all.length),
-    /** Clicks the button with this text, in `selector` or anywhere. */
+    /** Clicks the button with this text, in `selector` or anywhere, as soon as it is shown. */
     press: async (text, selector = "body") => {
-      const handle = await page.evaluateHandle((text, selector) => [...document.querySelector(selector).querySelectorAll("button")].findLast(button => button.textContent === text && button.checkVisibility()), text, selector);
-      if (!handle.asElement()) throw new Error(`no button ${text} in ${selector}`);
-      await handle.asElement().click();
+      const shown = (text, selector) => [...document.querySelectorAll(`${selector} button`)].findLast(button => button.textContent === text && button.checkVisibility());
+      const handle = await until(shown, text, selector).catch(cause => { throw new Error(`no button ${text} in ${selector}`, { cause }); });
+      await handle.click();
     },
     say: async words => { await page.type("#say", words); await page.keyboard.press("Enter"); },
     isIdle: () => until(() => document.querySelector("#send").textContent === "Send" && document.querySelectorAll("[aria-busy=true]").length === 0),
