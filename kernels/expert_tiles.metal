@@ -417,7 +417,7 @@ WIDE_KERNEL(moe_down_tiles_1, ARGS(ExpertsArgs, a), IN(float, act, 1), IN(float,
   WeightPtrs w = {c, s, b};
   BlockCodes<1, DOWN_STEPS> codes;
   // Loads start before AWAIT. The launch that writes the slots comes before the previous launch, so it has ended. If the
-  // slot is another one after AWAIT all the same, its weights are loaded again.
+  // slot is a different one after AWAIT, its weights are loaded again.
   const uint early = sg < a.k ? PEEK(slots + sg) : NO_SLOT;
   const bool is_early = sg >= a.k || is_mapped(a, early, table);
   if (sg < a.k && is_early) w = piece(a, slot_at(a, early, table), 2);

@@ -20,8 +20,8 @@ const MAX_LINES: usize = 600;
 /// Maximum number of bindings such as `let (a, b) = (x, y);` and of matches on booleans. It may only fall.
 const MAX_PACKED_BINDINGS: usize = 26;
 
-/// A room, and the rooms that it may import from: of its own crate, and for the program also of others. A crate's name
-/// means all its rooms. Every room may import `error`.
+/// A room, and the rooms that it may import from. These are rooms of the same crate, and for the program also rooms of
+/// other crates. A crate's name means all rooms of that crate. Every room may import `error`.
 type ImportRule = (&'static str, &'static [&'static str]);
 
 /// The rules of each crate with several rooms.

@@ -2,7 +2,7 @@
 
 /// The text of Metal's error if macOS ended GPU work because it delayed the screen.
 pub const GPU_INTERACTIVITY: &str = "Impacting Interactivity";
-/// The remedy for [`GPU_INTERACTIVITY`] that the user is told.
+/// What the user can do about [`GPU_INTERACTIVITY`].
 pub const GPU_INTERACTIVITY_REMEDY: &str =
     "start Moestro with AGX_RELAX_CDM_CTXSTORE_TIMEOUT=1, use a smaller --prefill-chunk, or let the display sleep";
 
