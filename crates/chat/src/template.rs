@@ -277,3 +277,14 @@ fn refusal(error: &Error) -> Option<ChatError> {
 fn template_error(error: Error) -> ChatError {
     ChatError::Template(error.to_string())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn panic_of_the_engine_is_an_error() {
+        let failed = run_with_stack::<()>(1 << 20, || panic!("as the engine would"));
+        assert!(matches!(failed, Err(ChatError::Template(reason)) if reason.contains("panicked")));
+    }
+}
