@@ -16,7 +16,10 @@ answers() {
   mkdir "$home"
   env -i HOME="$home" PATH=/usr/bin:/bin "$@" serve --port 0 --device cpu > "$ready" 2> "$work/log" &
   server=$!
-  for _ in $(seq 600); do [ -s "$ready" ] && break; sleep 0.1; done
+  for _ in $(seq 1200); do
+    if [ -s "$ready" ] || ! kill -0 "$server" 2> /dev/null; then break; fi
+    sleep 0.1
+  done
   local port
   port=$(sed -n 's/.*"port":\([0-9]*\).*/\1/p' "$ready")
   [ -n "$port" ] || { cat "$work/log"; fail "$name does not serve"; }

@@ -5,11 +5,11 @@ import pathlib
 import re
 import subprocess
 import sys
-import time
 import urllib.parse
 import urllib.request
 
 from free_port import free_port
+from waiting import wait_for, wait_until
 
 BINARY, DEPLOY, WORK = sys.argv[1], pathlib.Path(sys.argv[2]), pathlib.Path(sys.argv[3])
 DRAFT = str(DEPLOY.parent / "models/demo/moestro-demo-dflash")
@@ -18,17 +18,19 @@ DRAFT = str(DEPLOY.parent / "models/demo/moestro-demo-dflash")
 def get(url, body=None):
     head = {"content-type": "application/json"} if body else {}
     data = json.dumps(body).encode() if body else None
-    with urllib.request.urlopen(urllib.request.Request(url, data, head), timeout=30) as answer:
+    with urllib.request.urlopen(urllib.request.Request(url, data, head), timeout=120) as answer:
         return json.loads(answer.read())
 
 
-def wait_for(url):
-    for _ in range(600):
-        try:
-            return urllib.request.urlopen(url, timeout=5).read()
-        except OSError:
-            time.sleep(0.05)
-    raise SystemExit(f"{url} never answered")
+def ask(port, query):
+    """The answer of Prometheus to a query."""
+    return get(f"http://127.0.0.1:{port}/api/v1/query?{urllib.parse.urlencode({'query': query})}")
+
+
+def scrapes(port):
+    """How often the server was scraped."""
+    result = ask(port, "sum(count_over_time(moestro_build_info[1h]))")["data"]["result"]
+    return int(result[0]["value"][1]) if result else 0
 
 
 def queries():
@@ -65,17 +67,12 @@ def main():
         for n in range(8):
             body = {"messages": [{"role": "user", "content": f"What is {n} + 7?"}], "max_tokens": 16}
             get(f"http://127.0.0.1:{port}/v1/chat/completions", body)
-            time.sleep(0.5)
-        # A rate needs at least two samples.
-        ask = urllib.parse.urlencode({"query": "count_over_time(moestro_build_info[1m]) >= 8"})
-        for _ in range(60):
-            if get(f"http://127.0.0.1:{own}/api/v1/query?{ask}")["data"]["result"]:
-                break
-            time.sleep(0.5)
+        # A rate needs at least two samples of the metrics of these answers.
+        before = scrapes(own)
+        wait_until("the server is scraped four times", lambda: scrapes(own) >= before + 4)
         count, failures = 0, []
         for name, expr, must_return_data in queries():
-            query = urllib.parse.urlencode({"query": expr})
-            answer = get(f"http://127.0.0.1:{own}/api/v1/query?{query}")
+            answer = ask(own, expr)
             count += 1
             if answer["status"] != "success" or must_return_data and not answer["data"]["result"]:
                 failures.append(f"{name}: {expr}: {answer}")

@@ -15,6 +15,7 @@ import urllib.error
 import urllib.request
 
 from free_port import free_port
+from waiting import wait_for, wait_until
 
 # The name by which clients reach the router. The replicas accept it because of --allowed-host.
 SERVICE = "models.example"
@@ -42,17 +43,8 @@ def ask(port, topic, turn=0, stream=False, timeout=60):
 
 
 def get(port, path):
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=60) as answer:
         return answer.read().decode()
-
-
-def wait_for(port):
-    for _ in range(600):
-        try:
-            return get(port, "/health")
-        except OSError:
-            time.sleep(0.05)
-    raise SystemExit(f"port {port} never answered")
 
 
 def answered(port):
@@ -89,7 +81,7 @@ class Replica:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        wait_for(self.port)
+        wait_for(f"http://127.0.0.1:{self.port}/health")
 
     def processor_seconds(self):
         """Processor time used so far."""
@@ -135,11 +127,11 @@ def main():
         text = text.replace(f"127.0.0.1:{old}", f"127.0.0.1:{new}")
     (WORK / "haproxy.cfg").write_text(text)
     haproxy = subprocess.Popen(["haproxy", "-q", "-f", str(WORK / "haproxy.cfg")])
-    wait_for(router)
+    wait_for(f"http://127.0.0.1:{router}/health")
 
     other = urllib.request.Request(f"http://127.0.0.1:{router}/v1/models", headers={"host": "other.example"})
     try:
-        raise SystemExit(f"a foreign name was accepted: {urllib.request.urlopen(other, timeout=5).status}")
+        raise SystemExit(f"a foreign name was accepted: {urllib.request.urlopen(other, timeout=60).status}")
     except urllib.error.HTTPError as error:
         assert error.code == 403, error
 
@@ -149,6 +141,8 @@ def main():
         before = answered(one.port), answered(two.port)
         for turn in range(3):
             ask(router, topic, turn)
+        # A replica counts a request after the client has its answer.
+        wait_until("three answers are counted", lambda: answered(one.port) + answered(two.port) == sum(before) + 3)
         after = answered(one.port), answered(two.port)
         gained = after[0] - before[0], after[1] - before[1]
         assert sorted(gained) == [0, 3], f"conversation {topic} went to both: {gained}"
@@ -164,7 +158,7 @@ def main():
     print(f"killed: {lost.total()} lost of {right + lost.total()}: {dict(lost)}")
     assert lost.total() <= 8, (lost, right)
     one.start()
-    time.sleep(1.5)
+    wait_until("HAProxy uses the replica again", lambda: [ask(router, topic) for topic in range(12)] and answered(one.port) > 0)
 
     # Drained replica: no request fails.
     lost, right = load(router, 8, lambda: two.process.send_signal(signal.SIGTERM))

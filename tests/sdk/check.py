@@ -251,7 +251,7 @@ def cancellation():
     stream = ask([{"role": "user", "content": "Tell me a story."}], stream=True)
     next(iter(stream))
     stream.close()
-    for _ in range(50):
+    for _ in range(3000):
         health = json.load(urllib.request.urlopen(ROOT + "/health"))
         if health["requests"] == {"running": 0, "queued": 0}:
             return

@@ -47,7 +47,7 @@ let calls = 0;
 
 /** Waits until the engine is idle: a disconnected client must not keep it busy. */
 async function idle() {
-  for (let i = 0; i < 100; i++) {
+  for (let i = 0; i < 3000; i++) {
     const { requests } = await (await fetch(`${root}/health`)).json();
     if (requests.running === 0 && requests.queued === 0) return;
     await new Promise((resolve) => setTimeout(resolve, 20));

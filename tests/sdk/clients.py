@@ -51,7 +51,7 @@ def equal(found, expected):
 
 def idle():
     """Waits until the engine is idle: a disconnected client must not keep it busy."""
-    for _ in range(100):
+    for _ in range(3000):
         health = json.load(urllib.request.urlopen(ROOT + "/health"))
         if health["requests"]["running"] == health["requests"]["queued"] == 0:
             return

@@ -44,13 +44,12 @@ fi
 cp "$here/clients.mjs" "$here/ollama_clients.mjs" "$here/pictures.mjs" "$cache/node/"
 
 mkfifo "$scratch/ready"
-ollama=$("$venv/bin/python" "$here/../support/free_port.py")
 # Serves a model, or the demo, and sets `port`.
 serve() {
   "$binary" serve "$@" --port 0 >"$scratch/ready" 2>"$scratch/log" &
   server=$!
   # The first line on stdout has the port, unless the server exits early.
-  if ! read -r -t 60 ready <"$scratch/ready" || [[ $ready != *'"event":"ready"'* ]]; then
+  if ! read -r -t 120 ready <"$scratch/ready" || [[ $ready != *'"event":"ready"'* ]]; then
     cat "$scratch/log" >&2
     echo "the server did not start" >&2
     exit 1
@@ -68,7 +67,8 @@ done
 kill "$server"
 wait "$server" || true
 
-serve --ollama-port "$ollama"
+serve --ollama-port 0
+ollama=$(sed -n "s|.*Ollama's API is at http://127.0.0.1:\([0-9]*\).*|\1|p" "$scratch/log")
 for client in "$venv/bin/python $here/check.py" "$venv/bin/python $here/clients.py" "$venv/bin/python $here/tool_types.py" \
   "node $cache/node/clients.mjs" \
   "$objects/bin/python $here/schemas.py" "$objects/bin/python $here/agents.py" "$objects/bin/python $here/openai_document.py" \
