@@ -1,6 +1,6 @@
 // Text of models, users and servers never becomes script, markup or a request.
 import assert from "node:assert/strict";
-import { openPage } from "./harness.mjs";
+import { eventually } from "./harness.mjs";
 
 export const widths = [1280];
 
@@ -61,7 +61,7 @@ export const tests = {
     proxy.routes["GET /metrics"] = outgoing => outgoing.end(`moestro_memory_bytes{kind="${evil}"} 5\nmoestro_memory_limit_bytes 7\n`);
     await page.evaluate(() => refreshModels(true));
     await page.until(text => document.querySelector("#reserved").textContent.includes(text), evil);
-    assert.equal(await page.text(".welcome h2"), evil);
+    await page.until(text => document.querySelector(".welcome h2").textContent === text, evil);
     await isClean(page, "server");
     proxy.json("POST /v1/chat/completions", { error: { message: evil } }, 400);
     await page.say("Hi");
@@ -116,10 +116,9 @@ export const tests = {
       link.click();
       script.remove();
     });
-    await new Promise(done => setTimeout(done, 200));
-    await isClean(page, "policy");
     // Puppeteer does not hear what Firefox reports.
-    assert.ok(page.isFirefox || page.seen.errors.some(error => /Content Security Policy/.test(error)), "the browser reports the violation");
+    await eventually(() => page.isFirefox || page.seen.errors.filter(error => /Content Security Policy/.test(error)).length > 1, "the browser reports both violations");
+    await isClean(page, "policy");
     page.seen.errors.length = 0;
   },
 
@@ -129,17 +128,26 @@ export const tests = {
       ticks: Array.from({ length: 300 }, (_, index) => "`".repeat(index + 1)).join(" "), dollars: "$a ".repeat(size / 3), parens: "\\(".repeat(size / 2), braces: `$${"{".repeat(size)}$`, roots: `$${"\\sqrt".repeat(size / 5)}$`, powers: `$${"x^".repeat(size / 2)}$`, heading: "#" + " ".repeat(size) + "x",
       digits: "1".repeat(size), spaces: " ".repeat(size) + "x", tables: "|".repeat(size) + "\n" + "|-".repeat(size / 2), fence: "```" + " ".repeat(size) + "`", entities: "&".repeat(size), angles: "<".repeat(size), addresses: "https://".repeat(size / 8), nested: Array.from({ length: 300 }, (_, index) => " ".repeat(index * 2) + "- a").join("\n"),
     };
+    const millisecondsOf = text => page.evaluate(text => {
+      const box = make("div"), start = performance.now();
+      $("turns").replaceChildren(box);
+      const view = new MarkdownView(box);
+      view.show(text, false);
+      view.show(text, true);
+      box.getBoundingClientRect();
+      return performance.now() - start;
+    }, text);
+    const paragraph = "*One* **two** `three` [four](https://example.com)\n\n", common = paragraph.repeat(size / paragraph.length);
     for (const [name, text] of Object.entries(cases)) {
-      const milliseconds = await page.evaluate(text => {
-        const box = make("div"), start = performance.now();
-        $("turns").replaceChildren(box);
-        const view = new MarkdownView(box);
-        view.show(text, false);
-        view.show(text, true);
-        box.getBoundingClientRect();
-        return performance.now() - start;
-      }, text);
-      assert.ok(milliseconds < 4000, `${name}: ${Math.round(milliseconds)} ms`);
+      // Common text of this length shows how busy the machine is. One of three tries may meet other programs.
+      const tries = [];
+      let isLinear = false;
+      while (!isLinear && tries.length < 3) {
+        const limit = Math.max(4000, 20 * await millisecondsOf(common)), milliseconds = await millisecondsOf(text);
+        tries.push(`${Math.round(milliseconds)} ms of ${Math.round(limit)}`);
+        isLinear = milliseconds < limit;
+      }
+      assert.ok(isLinear, `${name}: ${tries}`);
     }
   },
 };

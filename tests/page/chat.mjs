@@ -2,7 +2,7 @@
 import assert from "node:assert/strict";
 import fs from "node:fs";
 import path from "node:path";
-import { sleep } from "./harness.mjs";
+import { eventually, sleep } from "./harness.mjs";
 
 const openList = async page => { if (!await page.isOpen("list")) await page.click("#show-list"); };
 
@@ -20,7 +20,9 @@ export const tests = {
 
   async answer_is_drawn_at_most_ten_times_a_second(page, proxy) {
     const words = Array.from({ length: 400 }, (_, index) => `word${index} `);
-    proxy.script(words, { pause: 1 });
+    // The rest follows once these words are drawn, however long that takes.
+    const isDrawn = count => () => page.until(word => document.querySelector(".turn.assistant > .text").textContent.includes(word), words[count - 1].trim());
+    proxy.script(words.flatMap((word, index) => [100, 200, 300].includes(index) ? [isDrawn(index), word] : [word]), { pause: 1 });
     await page.evaluate(() => {
       window.draws = 0;
       const draw = AnswerView.prototype.draw;
@@ -157,17 +159,15 @@ export const tests = {
     await page.isIdle();
     if (page.isFirefox) return; // It has no permission to read the clipboard.
     await page.context.overridePermissions(new URL(page.url()).origin, ["clipboard-read", "clipboard-write"]);
-    const clipboard = async () => { await page.until(() => navigator.clipboard.readText().then(Boolean)); return page.evaluate(() => navigator.clipboard.readText()); };
+    const isCopied = text => page.until(text => navigator.clipboard.readText().then(read => read === text), text);
     await page.press("Copy", ".code");
-    assert.equal(await clipboard(), "let a = 1;");
+    await isCopied("let a = 1;");
     await page.press("Copy", ".turn.assistant .foot");
-    await sleep(100);
-    assert.equal(await clipboard(), "**Bold**\n\n```js\nlet a = 1;\n```");
+    await isCopied("**Bold**\n\n```js\nlet a = 1;\n```");
     // Without navigator.clipboard, as on a page that is served without TLS to another machine.
     await page.evaluate(() => { Object.defineProperty(navigator.clipboard, "writeText", { value: () => Promise.reject(new Error("no")) }); });
     await page.press("Copy", ".turn.user");
-    await sleep(100);
-    assert.equal(await clipboard(), "Hi");
+    await isCopied("Hi");
   },
 
   async conversations_survive_reload(page, proxy) {
@@ -224,10 +224,11 @@ export const tests = {
     await page.isIdle();
     if (page.isFirefox) return; // Puppeteer cannot choose its folder of downloads.
     const folder = path.join(downloads, String(page.width));
+    fs.rmSync(folder, { recursive: true, force: true });
     const session = await page.createCDPSession();
     await session.send("Browser.setDownloadBehavior", { behavior: "allow", downloadPath: folder, browserContextId: page.context.id });
     const read = async name => {
-      for (let tries = 0; tries < 100 && !fs.existsSync(path.join(folder, name)); tries += 1) await sleep(50);
+      await eventually(() => fs.existsSync(path.join(folder, name)), name);
       return fs.readFileSync(path.join(folder, name), "utf8");
     };
     await openList(page);
@@ -396,7 +397,6 @@ export const tests = {
       return result;
     });
     assert.deepEqual(scaled, [2048, 512, 255]);
-    delete proxy.routes["GET /v1/models"];
     if (page.isFirefox) return; // Scripts cannot paste files.
     // An image that is pasted into the field.
     await page.evaluate(() => {
@@ -405,7 +405,6 @@ export const tests = {
       document.querySelector("#say").dispatchEvent(new ClipboardEvent("paste", { clipboardData: transfer, bubbles: true, cancelable: true }));
     });
     await page.until(() => document.querySelector("#waiting-files img")?.alt === "pasted.png");
-    delete proxy.routes["GET /v1/models"];
   },
 
   async picked_model_is_loaded(page, proxy) {
@@ -422,17 +421,17 @@ export const tests = {
       outgoing.end('{"count": 0}');
     };
     await page.evaluate(() => refreshModels(true));
-    assert.deepEqual(await page.texts("#model option"), ["small", models[1].id + " (not loaded)"]);
+    await page.haveTexts("#model option", ["small", models[1].id + " (not loaded)"]);
     await page.select("#model", models[1].id);
     await page.until(() => document.querySelector("#notice progress"));
-    while (!resume) await sleep(20);
+    await eventually(() => resume, "the model is loaded");
     resume();
     await page.until(() => /Cannot load .*: The disk is full\./.test(document.querySelector("#notice").textContent));
     await page.until(() => document.querySelector("#model").value === "small");
     page.seen.errors.length = 0;
     resume = null;
     await page.select("#model", models[1].id);
-    while (!resume) await sleep(20);
+    await eventually(() => resume, "the model is loaded again");
     resume();
     await page.until(() => /is loaded\./.test(document.querySelector("#notice").textContent));
     await page.until(() => !document.querySelector("#model").textContent.includes(models[1].id + " (not loaded)"));
@@ -440,8 +439,6 @@ export const tests = {
     await page.say("Hi");
     await page.isIdle();
     assert.equal(proxy.lastChat().model, models[1].id);
-    delete proxy.routes["GET /v1/models"];
-    delete proxy.routes["POST /tokenize"];
   },
 
   async field_grows_and_shift_enter_breaks_lines(page, proxy) {
@@ -464,7 +461,7 @@ export const tests = {
     const rest = () => page.$eval("#log", log => log.scrollHeight - log.scrollTop - log.clientHeight);
     assert.ok(await rest() < 5, "follows the answer");
     await page.$eval("#log", log => { log.scrollTop = 100; });
-    await sleep(100);
+    await page.until(() => !isFollowing);
     resume();
     await page.isIdle();
     assert.equal(await page.$eval("#log", log => log.scrollTop), 100);

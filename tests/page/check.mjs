@@ -1,6 +1,6 @@
 // Runs the tests of the page: node check.mjs BROWSER URL URL_WITH_KEY KEY DIRECTORY [FILTER]
 import fs from "node:fs";
-import { isFirefox, launch, openPage, startProxy } from "./harness.mjs";
+import { isFirefox, isSlow, launch, openPage, startProxy } from "./harness.mjs";
 import * as attacks from "./attacks.mjs";
 import * as chat from "./chat.mjs";
 import * as connection from "./connection.mjs";
@@ -14,6 +14,8 @@ import * as speed from "./speed.mjs";
 const [executable, upstream, upstreamWithKey, key, downloads, filter = ""] = process.argv.slice(2);
 // Firefox runs them at one width. Puppeteer cannot measure its CPU time or choose its colour scheme.
 const [suites, onlyWidth] = isFirefox(executable) ? [{ chat, keeping, connection, panels, markdown, attacks, server }, 1280] : [{ chat, keeping, connection, panels, markdown, attacks, layout, server, speed }];
+// These tests measure the processor.
+if (isSlow("processor")) delete suites.speed;
 fs.mkdirSync(downloads, { recursive: true });
 const browser = await launch(executable), proxy = await startProxy(upstream), proxyWithKey = await startProxy(upstreamWithKey);
 const failed = [];

@@ -89,7 +89,7 @@ export const tests = {
     proxy.json("GET /health", { status: "ok", model: "now", context: 100, plan });
     proxy.json("GET /v1/models", { object: "list", data: [{ id: "now", loaded: true, size: 6e9 }, { id: "small", loaded: false, size: 12.9e9 }, { id: "large", loaded: false, size: 13.1e9 }] });
     await page.evaluate(() => refreshModels(true));
-    assert.deepEqual(await page.texts("#model option"), ["now (6.0 GB, fits in memory)", "small (not loaded, 12.9 GB, fits in memory)", "large (not loaded, 13.1 GB, partly read from the disk)"]);
+    await page.haveTexts("#model option", ["now (6.0 GB, fits in memory)", "small (not loaded, 12.9 GB, fits in memory)", "large (not loaded, 13.1 GB, partly read from the disk)"]);
   },
 
   async server_tells_the_size_of_its_models(page) {

@@ -56,7 +56,7 @@ export const tests = {
 
   async gauges_change_and_experts_are_drawn(page) {
     if (!await page.isOpen("gauges")) await page.click("#show-gauges");
-    const fact = name => page.$$eval("#now dt", (all, name) => all.find(term => term.textContent === name)?.nextSibling.textContent, name);
+    const fact = name => page.evaluate(name => [...document.querySelectorAll("#now dt")].find(term => term.textContent === name)?.nextSibling.textContent, name);
     await page.until(() => document.querySelector("#now dd"));
     await page.evaluate(() => { $("say").value = "Tell me a story about a fox."; sendMessage(); });
     await page.until(() => [...document.querySelectorAll("#now dt")].some(term => term.textContent === "Tokens per second" && Number(term.nextSibling.textContent) > 0));
