@@ -139,6 +139,85 @@ export const tests = {
     page.seen.errors.length = 0;
   },
 
+  async refused_name_is_kept_later(page, proxy) {
+    await converse(page, proxy, "Question", "One");
+    await openList(page);
+    await refuse(page, "put");
+    await page.press("Rename", "#titles");
+    await page.keyboard.type("Renamed");
+    await page.keyboard.press("Enter");
+    await hasNotice(page, "Cannot keep this change: .+");
+    await accept(page);
+    await converse(page, proxy, "More", "Two");
+    await allKept(page);
+    assert.deepEqual(await page.evaluate(async () => (await inDatabase("readonly", titles => titles.getAll())).map(kept => kept.title)), ["Renamed"]);
+    page.seen.errors.length = 0;
+  },
+
+  async refused_deletion_is_no_success(page, proxy) {
+    await converse(page, proxy, "Question", "One");
+    await openList(page);
+    await refuse(page, "put");
+    await page.press("Delete", "#titles");
+    await hasNotice(page, "Cannot keep this change: .+room\\.");
+    // The closed page has rescued the change.
+    await page.reload();
+    await page.until(() => !document.querySelector("#deleted").hidden);
+    await refuse(page, "put");
+    await openList(page);
+    await page.click("#deleted summary");
+    await page.press("Restore", "#deleted");
+    await hasNotice(page, "Cannot keep this change: .+");
+    assert.equal(await page.count(".turn"), 0);
+    await page.reload();
+    await page.until(() => document.querySelectorAll(".open-chat").length === 1);
+    await page.press("Question", "#titles");
+    await page.until(() => document.querySelectorAll(".turn").length === 2);
+    await page.press("Delete", "#titles");
+    await page.until(() => document.querySelector("#notice button"));
+    await refuse(page, "delete");
+    await page.click("#deleted summary");
+    await page.press("Delete for good", "#deleted");
+    await page.press("Delete", "#question");
+    await hasNotice(page, "Cannot keep this change: .+");
+    assert.equal(await page.$eval("#deleted", deleted => deleted.hidden), false);
+    page.seen.errors.length = 0;
+  },
+
+  async refused_message_can_be_deleted_for_good(page, proxy) {
+    await refuse(page, "put");
+    await converse(page, proxy, "Question", "One");
+    await openList(page);
+    await page.press("Delete", "#titles");
+    await page.click("#deleted summary");
+    await page.press("Delete for good", "#deleted");
+    await page.press("Delete", "#question");
+    await page.until(() => document.querySelector("#deleted").hidden);
+    page.seen.errors.length = 0;
+    await page.reload();
+    await page.until(() => document.querySelector("#model option"));
+    assert.deepEqual(await keptTexts(page), []);
+  },
+
+  async refused_import_says_so(page) {
+    await refuse(page, "put");
+    await page.evaluate(() => importFiles([new File(['{"messages": [{"role": "user", "content": "x"}]}'], "a.json")]));
+    await hasNotice(page, "1 conversation imported\\. Cannot keep this conversation: .+");
+    assert.deepEqual(await shown(page), ["x"]);
+    page.seen.errors.length = 0;
+  },
+
+  async refused_rescue_is_tried_again(page) {
+    await page.evaluate(() => localStorage.setItem("moestro.unsaved.b", JSON.stringify({ id: "a", title: "T", choices: {}, message: { id: "b", parent: null, role: "user", content: "Rescued" } })));
+    await refuse(page, "put");
+    await page.evaluate(() => recover());
+    assert.deepEqual(await keptTexts(page), []);
+    await accept(page);
+    await page.evaluate(() => recover());
+    assert.deepEqual(await keptTexts(page), ["Rescued"]);
+    page.seen.errors.length = 0;
+  },
+
   async storage_of_first_version_is_read(page) {
     await page.evaluate(async () => {
       (await database).close();

@@ -18,21 +18,22 @@ const titleOf = id => keptTitle(id)?.title || "Untitled";
 /** The list is drawn after this event, because list.js uses names of this script. */
 const titlesChanged = () => dispatchEvent(new Event("titles"));
 
-/** Runs work that changes the database. A failure is shown. Returns true if it succeeds. */
-async function keep(id, work) {
+/** Runs work that changes the database. Shows a failure and returns its sentence. Returns an empty text if it succeeds. */
+async function keep(id, what, work) {
   try {
     await work();
     tabs.postMessage(id);
     if (!await database) notify("This browser does not keep conversations: they are gone when the page is closed.");
-    return true;
+    return "";
   } catch (error) {
     const reason = error?.message || "the browser's storage failed";
-    notify(`Cannot keep this conversation: ${reason}. Delete old conversations for good to make room.`, true);
-    return false;
+    const problem = `Cannot keep ${what}: ${reason}. Delete old conversations for good to make room.`;
+    notify(problem, true);
+    return problem;
   }
 }
 
-/** Keeps messages of a conversation that are new or have changed. */
+/** Keeps messages of a conversation that are new or have changed. Returns what `keep` returns. */
 async function save(owner, ...messages) {
   const updated = Date.now();
   owner.title = keptTitle(owner.id)?.title || owner.title;
@@ -41,24 +42,39 @@ async function save(owner, ...messages) {
   titlesChanged();
   for (const message of messages) unsaved.set(message.id, {owner, message});
   // A message that could not be kept before is tried again.
-  const tried = [...unsaved].filter(([, entry]) => entry.owner.id === owner.id);
-  const isKept = await keep(owner.id, () => keepMessages(owner, tried.map(([, {message}]) => message), updated));
-  for (const [id, entry] of isKept ? tried : []) {
+  const tried = [...unsaved].filter(([, entry]) => entry.owner.id === owner.id), changes = unsavedChanges.get(owner.id);
+  const problem = await keep(owner.id, "this conversation", () => keepMessages(owner, tried.map(([, {message}]) => message), updated));
+  if (problem) return problem;
+  forgetChanges(owner.id, changes);
+  for (const [id, entry] of tried) {
     const isDone = unsaved.get(id) === entry && running.get(owner.id)?.message !== entry.message;
     if (isDone) { unsaved.delete(id); forgetRescued(id); }
   }
+  return "";
 }
 
-/** Changes the record of a conversation here and in the database. */
-function setTitle(id, changes) {
-  titles = titles.map(kept => kept.id === id ? {...kept, ...changes} : kept);
+/** Changes the record of a conversation here and in the database. A change that could not be kept is tried again with the
+ *  next one, or with the next message. Returns what `keep` returns. */
+async function setTitle(id, changes) {
+  const all = {...unsavedChanges.get(id), ...changes};
+  unsavedChanges.set(id, all);
+  titles = titles.map(kept => kept.id === id ? {...kept, ...all} : kept);
   titlesChanged();
-  return keep(id, () => changeTitle(id, kept => kept && {...kept, ...changes}));
+  const problem = await keep(id, "this change", () => changeTitle(id, kept => kept && {...kept, ...all}));
+  if (!problem) forgetChanges(id, all);
+  return problem;
+}
+
+/** Changes of a record are in the database. Later ones may not be. */
+function forgetChanges(id, changes) {
+  if (!changes || unsavedChanges.get(id) !== changes) return;
+  unsavedChanges.delete(id);
+  forgetRescued(id);
 }
 
 async function readTitles() {
   const kept = await inDatabase("readonly", titleStore => titleStore.getAll());
-  if (kept) titles = kept.sort((a, b) => b.updated - a.updated);
+  if (kept) titles = kept.map(title => ({...title, ...unsavedChanges.get(title.id)})).sort((a, b) => b.updated - a.updated);
   titlesChanged();
 }
 
@@ -131,22 +147,24 @@ async function renameConversation(kept) {
 async function deleteConversation(kept) {
   running.get(kept.id)?.stop();
   if (conversation.id === kept.id) startNewChat();
-  await setTitle(kept.id, {deleted: Date.now()});
+  if (await setTitle(kept.id, {deleted: Date.now()})) return;
   notify(`“${titleOf(kept.id)}” is deleted.`, false, button("Undo", "", () => { notify(); restoreConversation(kept.id); }));
 }
 
 async function restoreConversation(id) {
-  await setTitle(id, {deleted: 0});
-  await openConversation(id);
+  if (!await setTitle(id, {deleted: 0})) await openConversation(id);
 }
 
 async function deleteForGood(ids) {
   for (const id of ids) {
-    titles = titles.filter(other => other.id !== id);
-    await keep(id, () => inDatabase("readwrite", (titleStore, nodeStore) => {
+    const problem = await keep(id, "this change", () => inDatabase("readwrite", (titleStore, nodeStore) => {
       titleStore.delete(id);
       return nodeStore.delete(nodesOf(id));
     }));
+    if (problem) continue;
+    titles = titles.filter(other => other.id !== id);
+    forgetChanges(id, unsavedChanges.get(id));
+    for (const [key, {owner}] of unsaved) if (owner.id === id) { unsaved.delete(key); forgetRescued(key); }
   }
   titlesChanged();
 }

@@ -41,7 +41,8 @@ async function inDatabase(mode, work) {
     const transaction = db.transaction(["titles", "nodes"], mode);
     const request = work(transaction.objectStore("titles"), transaction.objectStore("nodes"));
     transaction.oncomplete = () => resolve(request?.result);
-    transaction.onerror = transaction.onabort = () => reject(transaction.error);
+    // It follows every error. The transaction has no `error` before it.
+    transaction.onabort = () => reject(transaction.error);
   });
 }
 
@@ -64,19 +65,24 @@ function changeTitle(id, change) {
 function keepMessages(owner, messages, updated) {
   return changeTitle(owner.id, (kept, nodeStore) => {
     for (const message of kept ? messages : owner.nodes.values()) nodeStore.put({...message, conversation: owner.id});
-    return {title: owner.title, ...kept, id: owner.id, updated, choices: {...kept?.choices, ...owner.choices}};
+    const changed = {...kept, ...unsavedChanges.get(owner.id)};
+    return {title: owner.title, ...changed, id: owner.id, updated, choices: {...changed.choices, ...owner.choices}};
   });
 }
 
 /** Messages whose last change the database may not have, by id, with their conversations. */
 const unsaved = new Map();
+/** Changes of the records of conversations that the database may not have, by the id of the conversation. */
+const unsavedChanges = new Map();
 const RESCUE = "moestro.unsaved.";
 
-/** Keeps unsaved messages outside the database. A page that is closed has no time for a transaction. */
-function rescueMessages() {
-  for (const [id, {owner, message}] of unsaved) {
+/** Keeps outside the database what it may not have. A page that is closed has no time for a transaction. */
+function rescue() {
+  const rescued = [...unsavedChanges].map(([id, changes]) => [id, {id, changes}]);
+  for (const [key, {owner: {id, title, choices}, message}] of unsaved) rescued.push([key, {id, title, choices, message}]);
+  for (const [key, record] of rescued) {
     try {
-      localStorage.setItem(RESCUE + id, JSON.stringify({id: owner.id, title: owner.title, choices: owner.choices, message}));
+      localStorage.setItem(RESCUE + key, JSON.stringify(record));
     } catch { /* The storage is full: the database has the message as it was half a second ago. */ }
   }
 }
@@ -85,16 +91,20 @@ function forgetRescued(id) {
   try { localStorage.removeItem(RESCUE + id); } catch { /* Nothing can be kept there, either. */ }
 }
 
-/** Moves messages that closed pages have kept to the database. */
-async function recoverMessages() {
+/** Moves what closed pages have rescued to the database. */
+async function recover() {
   if (!await database) return;
   let keys = [];
   try { keys = Object.keys(localStorage).filter(key => key.startsWith(RESCUE)); } catch { return; }
   for (const key of keys) {
     try {
-      const {id, title, choices, message} = JSON.parse(localStorage.getItem(key));
-      await keepMessages({id, title, choices, nodes: new Map([[message.id, message]])}, [message], Date.now());
-    } catch { /* Not written by this page. */ }
+      const {id, title, choices, message, changes} = JSON.parse(localStorage.getItem(key));
+      if (changes) await changeTitle(id, kept => kept && {...kept, ...changes});
+      else await keepMessages({id, title, choices, nodes: new Map([[message.id, message]])}, [message], Date.now());
+    } catch (error) {
+      // The database may have room later. Other errors say that this page has not written it.
+      if (error instanceof DOMException) continue;
+    }
     localStorage.removeItem(key);
   }
 }

@@ -12,7 +12,7 @@ async function startPage() {
   changeSettings({});
   drawConversation();
   repeat(checkServer, 1000);
-  await recoverMessages();
+  await recover();
   await readTitles();
   let current = null;
   try { current = sessionStorage.getItem("moestro.current"); } catch { /* Start with a new chat. */ }
@@ -33,6 +33,6 @@ async function checkServer() {
   if (wasDown) await refreshModels(true);
 }
 
-addEventListener("pagehide", rescueMessages);
+addEventListener("pagehide", rescue);
 document.addEventListener("visibilitychange", () => { if (!document.hidden) running.get(conversation.id)?.draw(); });
 startPage();

@@ -28,14 +28,14 @@ async function exportAsJson(records) {
 }
 
 async function importFiles(files) {
-  let imported = null, count = 0;
+  let imported = null, count = 0, refused = "";
   const problems = [];
   for (const file of files) {
     try {
       for (const read of importedConversations(JSON.parse(await file.text()))) {
         imported = read;
         count += 1;
-        await save(read, ...read.nodes.values());
+        refused = await save(read, ...read.nodes.values()) || refused;
       }
     } catch (error) {
       const reason = error instanceof SyntaxError ? "it is not a JSON file that this page has saved" : error.message;
@@ -43,6 +43,7 @@ async function importFiles(files) {
     }
   }
   if (imported) showConversation(imported);
+  if (refused) problems.push(refused);
   notify([count ? plural(count, "conversation") + " imported." : "", ...problems].filter(Boolean).join(" "), problems.length > 0);
 }
 
