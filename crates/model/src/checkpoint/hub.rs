@@ -45,6 +45,8 @@ use transfer::{OnProgress, download_files};
 
 /// Maximum number of bytes per request.
 const PIECE_BYTES: u64 = 32 << 20;
+/// Interval between two saves of the progress. After SIGKILL, a resumed download repeats the bytes of this time.
+const SAVE_INTERVAL: Duration = Duration::from_secs(1);
 const ENDPOINT: &str = "https://huggingface.co";
 
 /// Files of a model that no complete revision uses.
@@ -66,6 +68,7 @@ pub struct Hub {
     /// Delay before the second attempt of a request. The delay doubles with each further attempt.
     retry_delay: Duration,
     piece_bytes: u64,
+    save_interval: Duration,
     interrupt: DownloadInterrupt,
 }
 
@@ -85,6 +88,7 @@ impl Hub {
             is_offline: set("HF_HUB_OFFLINE").is_some_and(|value| is_true(&value)),
             retry_delay: Duration::from_secs(1),
             piece_bytes: PIECE_BYTES,
+            save_interval: SAVE_INTERVAL,
             interrupt: DownloadInterrupt::default(),
         })
     }
@@ -157,6 +161,7 @@ impl Hub {
             blobs: cache.blobs(),
             retry_delay: self.retry_delay,
             piece_bytes: self.piece_bytes,
+            save_interval: self.save_interval,
         };
         let with_size = |file| {
             let size = download.size(file)?;

@@ -17,8 +17,10 @@ use sha2::{Digest, Sha256};
 use std::{
     fs::{self, File, OpenOptions, TryLockError},
     io,
-    os::unix::fs::MetadataExt,
+    os::unix::fs::{MetadataExt, symlink},
     path::{Path, PathBuf},
+    process,
+    sync::atomic::{AtomicUsize, Ordering},
     time::Duration,
 };
 
@@ -36,6 +38,8 @@ pub struct ModelDownload<'a> {
     pub retry_delay: Duration,
     /// Maximum number of bytes per request.
     pub piece_bytes: u64,
+    /// Interval between two saves of the progress.
+    pub save_interval: Duration,
 }
 
 /// The contents of a map file: the missing ranges of a partial file.
@@ -137,14 +141,19 @@ impl ModelDownload<'_> {
         Ok(BlobState::Partial { part, lock, progress })
     }
 
+    /// Links the blob into the snapshot. Replaces another link in one step, so that a process that has downloaded the file
+    /// always finds it.
     fn link(&self, file: &RepoFile, blob: &Path) -> io::Result<()> {
+        static COUNT: AtomicUsize = AtomicUsize::new(0);
         let link = self.snapshot.join(&file.name);
         link.parent().map_or(Ok(()), fs::create_dir_all)?;
-        if link.symlink_metadata().is_ok() {
-            fs::remove_file(&link)?;
-        }
         let model = "../".repeat(2 + file.name.matches('/').count());
-        std::os::unix::fs::symlink(Path::new(&model).join("blobs").join(blob.file_name().unwrap_or_default()), &link)
+        let target = Path::new(&model).join("blobs").join(blob.file_name().unwrap_or_default());
+        let temp = blob.with_extension(format!("{}-{}.link", process::id(), COUNT.fetch_add(1, Ordering::Relaxed)));
+        // A killed process with the same id may have left its link.
+        let _ = fs::remove_file(&temp);
+        symlink(target, &temp)?;
+        fs::rename(&temp, &link).inspect_err(|_| drop(fs::remove_file(&temp)))
     }
 
     /// Syncs the part file, then writes the map file. If an operation fails, the next run downloads more than
@@ -199,6 +208,34 @@ impl MissingRanges {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn linked_file_is_never_missing() {
+        let dir = tempfile::tempdir().unwrap();
+        let file: RepoFile = serde_json::from_value(serde_json::json!({ "rfilename": "a/b.json" })).unwrap();
+        let download = ModelDownload {
+            client: HubClient::new("http://127.0.0.1:1", None),
+            id: "org/name",
+            commit: "0".repeat(40),
+            snapshot: dir.path().join("snapshots").join("0"),
+            blobs: dir.path().join("blobs"),
+            retry_delay: Duration::ZERO,
+            piece_bytes: 1,
+            save_interval: Duration::ZERO,
+        };
+        download.create_dirs().unwrap();
+        fs::write(download.blob(&file), "{}").unwrap();
+        let open = || assert!(matches!(download.open(&file, 2), Ok(BlobState::Complete)));
+        open();
+        // Two other processes link the file, too.
+        std::thread::scope(|scope| {
+            let others = [(); 2].map(|()| scope.spawn(|| (0..1000).for_each(|_| open())));
+            while !others.iter().all(|other| other.is_finished()) {
+                assert!(download.has(&file, 2));
+            }
+        });
+        assert_eq!(fs::read_dir(&download.blobs).unwrap().count(), 1, "no temporary link is left");
+    }
 
     #[test]
     fn impossible_missing_ranges_are_invalid() {

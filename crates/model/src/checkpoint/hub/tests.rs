@@ -1,7 +1,7 @@
 //! Tests of downloads from a test hub that injects faults.
 
 use super::*;
-use std::{path::Path, sync::Mutex};
+use std::{collections::HashMap, path::Path, sync::Mutex};
 use test_support::hub::{COMMIT, HubState, TestHub, hash};
 
 #[test]
@@ -45,6 +45,7 @@ fn hub_of(hub: &TestHub, home: &Path) -> Hub {
         is_offline: false,
         retry_delay: Duration::from_millis(5),
         piece_bytes: PIECE_BYTES,
+        save_interval: SAVE_INTERVAL,
         interrupt: DownloadInterrupt::default(),
     }
 }
@@ -78,6 +79,12 @@ fn restart(state: &mut HubState) {
 
 fn blobs(home: &tempfile::TempDir) -> PathBuf {
     home.path().join("hub/models--org--name/blobs")
+}
+
+/// Number of files that a complete download has removed.
+fn parts_and_maps(home: &tempfile::TempDir) -> usize {
+    let left = fs::read_dir(blobs(home)).unwrap().map(|entry| entry.unwrap().path());
+    left.filter(|path| path.extension().is_some_and(|ending| ending != "lock")).count()
 }
 
 /// Downloads the model, of which all files must be complete then. Returns its directory.
@@ -363,9 +370,22 @@ fn pieces_are_transferred_in_parallel() {
     let steps = steps.into_inner().unwrap();
     assert!(steps.windows(2).all(|pair| pair[0].0 <= pair[1].0 && pair[0].1 == pair[1].1));
     assert_eq!(steps.last().unwrap().0, steps.last().unwrap().1);
-    let left = fs::read_dir(blobs(&home)).unwrap();
-    let left = left.map(|entry| entry.unwrap().path()).filter(|path| path.extension().is_some_and(|e| e != "lock"));
-    assert_eq!(left.count(), 0, "parts and maps are removed");
+    assert_eq!(parts_and_maps(&home), 0);
+}
+
+#[test]
+fn finished_file_has_no_progress() {
+    let shards: Vec<String> = (0..40).map(|number| format!("model-{number}.safetensors")).collect();
+    let map: HashMap<&String, &String> = shards.iter().map(|name| (name, name)).collect();
+    let index = serde_json::json!({ "weight_map": map }).to_string().into_bytes();
+    let mut files = vec![("config.json", b"{}".to_vec()), (INDEX, index)];
+    files.extend(shards.iter().map(|name| (name.as_str(), name.repeat(100).into_bytes())));
+    let hub = TestHub::new(&files);
+    let home = tempfile::tempdir().unwrap();
+    // The progress is saved all the time, also at the moment at which a file is done.
+    let client = Hub { save_interval: Duration::ZERO, ..hub_of(&hub, home.path()) };
+    client.pull("org/name", "main", &|_| ()).unwrap();
+    assert_eq!(parts_and_maps(&home), 0);
 }
 
 #[test]

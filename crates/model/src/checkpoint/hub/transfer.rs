@@ -33,8 +33,6 @@ use std::{
 
 /// Maximum number of connections.
 const MAX_CONNECTIONS: u64 = 12;
-/// Interval between two saves of the progress. After SIGKILL, a resumed download repeats the bytes of this time.
-const SAVE_INTERVAL: Duration = Duration::from_secs(1);
 /// Interval at which the thread that saves looks for the end of the download.
 const END_CHECK_INTERVAL: Duration = Duration::from_millis(50);
 /// Delay before a file is opened again if another process downloads it.
@@ -239,7 +237,7 @@ impl<'a> Transfer<'a> {
                 self.save();
                 return self.interrupt.confirm_saved();
             }
-            if saved.elapsed() >= SAVE_INTERVAL {
+            if saved.elapsed() >= self.download.save_interval {
                 drop(state);
                 self.save();
                 saved = Instant::now();
@@ -257,6 +255,7 @@ impl<'a> Transfer<'a> {
         let files: Vec<_> = self.state.lock().files.iter().enumerate().filter_map(open).collect();
         for (index, listed, part, missing) in files {
             self.download.save_progress(listed, Some(&part), &missing);
+            // If the file is done a moment later, `finish` removes the progress.
             if self.state.lock().files[index].stage == FileStage::Done {
                 self.download.remove_progress(listed);
             }
@@ -461,7 +460,13 @@ impl<'a> Transfer<'a> {
         let state = &mut *self.state.lock();
         let file = &mut state.files[piece.file];
         match result {
-            Ok(()) => (file.stage, file.part, file.in_flight) = (FileStage::Done, None, Vec::new()),
+            Ok(()) => {
+                file.stage = FileStage::Done;
+                file.part = None;
+                file.in_flight.clear();
+                // `save` may have written the progress while the file was verified.
+                download.remove_progress(listed);
+            }
             Err(error) => {
                 state.error.get_or_insert(error);
             }
