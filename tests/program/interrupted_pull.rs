@@ -129,16 +129,14 @@ fn signal_saves_progress_of_a_server() {
 
 #[test]
 fn json_reports_speed_of_this_run() {
-    let (hub, shard) = stopping_hub(16 << 20);
+    let (hub, shard) = stopping_hub(36 << 20);
     let home = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let blob = blob(home.path(), &shard);
     let mut first = command(&["pull", "org/name"], &hub.endpoint, home.path()).spawn().unwrap();
     wait_for_bytes(&hub, &blob, &mut first);
     signal("TERM", first.id());
     first.wait().unwrap();
-    // Bytes per second of each connection.
-    let rate = 4 << 20;
-    hub.change(|state| (state.stops_at, state.bytes_per_second) = (None, Some(rate)));
+    hub.change(|state| (state.stops_at, state.bytes_per_second) = (None, Some(1 << 20)));
     let missing = saved_missing(&blob).unwrap() as u64;
     let pulled = command(&["pull", "org/name", "--json"], &hub.endpoint, home.path()).output().unwrap();
     let stdout = String::from_utf8(pulled.stdout).unwrap();
@@ -148,9 +146,10 @@ fn json_reports_speed_of_this_run() {
     assert!(Path::new(complete["path"].as_str().unwrap()).join("model.safetensors").exists());
     assert!(progress.len() > 1, "{stdout}");
     for event in progress {
-        // There are two connections. After a pause of the program, buffers of the system have further bytes.
-        assert!(event["bytes_per_second"].as_u64().unwrap() <= 10 * rate as u64, "{event}");
-        let [on_disk, received] = [&event["on_disk"], &event["received"]].map(|bytes| bytes.as_u64().unwrap());
+        let [on_disk, received, speed] =
+            ["on_disk", "received", "bytes_per_second"].map(|field| event[field].as_u64().unwrap());
+        // The speed is measured over at least a tenth of a second. The bytes on disk before would be more than that.
+        assert!(speed <= 10 * received, "{event}");
         assert!(on_disk <= shard.len() as u64 + 2 && received <= missing + 2, "{event}");
     }
     assert_eq!(progress.last().unwrap()["on_disk"], shard.len() + 2);
