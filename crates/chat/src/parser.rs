@@ -26,12 +26,13 @@
 //!   its own and that the call does not have yet, or at the next call. `parser/value.rs` says when such a tag is quoted;
 //! * closing tags may be repeated or misspelt: `</param>`, `</ function>`, `</parameter=NAME>`, `</parameter` without
 //!   `>`. They are not content directly after a call;
+//! * a word of a tag may have one wrong letter after its first letter: `<paramter=P>`, `</fuction>`;
 //! * a `</function>` directly before a further parameter does not end the call;
 //! * names may be quoted (`<parameter="P">`) or be attributes (`<parameter name="P">`, `<invoke name="NAME">`). The `>`
 //!   after the name of a known parameter or tool may be missing at the end of a line, or before the value of a
 //!   parameter;
-//! * an opening tag may be repeated before the value, with a closing tag of its own or without. If the call already has a
-//!   value of the parameter, a later value is dropped, because the first one may be sent already;
+//! * an opening tag may be repeated before the value, with or without a closing tag for each opening tag. If the call
+//!   already has a value of the parameter, a later value is dropped, because the first one may be sent already;
 //! * line feeds around tags may be missing or follow a carriage return, and closing tags may be indented;
 //! * text between the parameters of a call is content, and so is text before the end of its `<tool_call>`;
 //! * `<parameter=TOOL>` before the first parameter is read like `<function=TOOL>`;
@@ -90,6 +91,8 @@ pub struct Parser {
     /// The value that is being read.
     value: ValueScanner,
     scanner: JsonScanner,
+    /// Number of bytes that were read after the ends of values.
+    read_again: usize,
     /// Text that is not dropped yet. `buffer[at..]` is not parsed yet.
     buffer: String,
     /// Offset in `buffer` of the first byte that is not parsed yet.
@@ -405,14 +408,15 @@ impl Parser {
                 self.end_call(end);
                 self.drop_rest()
             }
-            TagAt::Found(Tag { kind, length, is_exact }) => match kind {
+            TagAt::Found(Tag { kind, length, is_exact, is_name }) => match kind {
                 TagKind::Parameter(name) if self.call.may_wrap(&name) => {
                     self.json_body(length, end).unwrap_or_else(|| {
-                        let is_named = self.is_name_tag(length);
-                        if is_named { self.continue_call(length) } else { self.start_argument(name, length) }
+                        if is_name { self.continue_call(length) } else { self.start_argument(name, length, false) }
                     })
                 }
-                TagKind::Parameter(name) if is_exact || self.call.knows(&name) => self.start_argument(name, length),
+                TagKind::Parameter(name) if is_exact || self.call.knows(&name) => {
+                    self.start_argument(name, length, is_name)
+                }
                 TagKind::Parameter(_) => self.stray_text(),
                 // The end of a value, or a repeated tag.
                 TagKind::EndParameter => self.continue_call(length),
@@ -488,14 +492,8 @@ impl Parser {
         self.to(ParserState::Body)
     }
 
-    /// True if the next tag, which has `length` bytes, is `<NAME>`.
-    fn is_name_tag(&self, length: usize) -> bool {
-        !self.rest()[..length].contains('=')
-    }
-
-    /// Starts the argument whose opening tag has `length` bytes.
-    fn start_argument(&mut self, name: String, length: usize) -> StepResult {
-        let is_named = self.is_name_tag(length);
+    /// Starts the argument whose opening tag has `length` bytes. `is_named` is true if that tag is `<NAME>`.
+    fn start_argument(&mut self, name: String, length: usize, is_named: bool) -> StepResult {
         self.continue_call(length);
         if self.call.argument.as_ref().is_none_or(|argument| argument.name != name) {
             self.end_argument();
@@ -503,6 +501,7 @@ impl Parser {
             let (argument, json) = PendingArgument::new(name.clone(), allowed, &self.call, is_named);
             self.arguments(json);
             self.call.seen.insert(name);
+            self.call.has_names |= is_named;
             self.call.argument = Some(argument);
         }
         self.to(ParserState::ValueStart)
@@ -525,7 +524,7 @@ impl Parser {
             TagAt::Found(tag) if self.call.is_own(&tag.kind) && !self.call.is_exact => self.skip(0),
             _ => self.at += line_end.len(),
         }
-        self.value = ValueScanner::new(line_end);
+        self.value = ValueScanner::new(line_end, self.read_again);
         self.to(ParserState::Value)
     }
 
@@ -537,6 +536,7 @@ impl Parser {
         self.arguments(json);
         match value_end {
             Some(value_end) => {
+                self.read_again += self.value.read_after(value_end);
                 // The tag of a parameter may be repeated before its value.
                 if !self.value.is_empty_before(value) {
                     self.end_argument();
@@ -576,7 +576,7 @@ impl Parser {
         let skip = self.rest().len() - next.len();
         match self.tools.tag_at(next, &self.call) {
             _ if skip > MAX_GAP => self.to(ParserState::Content),
-            TagAt::Found(Tag { kind: TagKind::Function(name), length, is_exact })
+            TagAt::Found(Tag { kind: TagKind::Function(name), length, is_exact, .. })
                 if in_call && extra.is_empty() && (is_exact && is_name(&name) || self.tools.has(&name)) =>
             {
                 self.start_call(name, skip + length, false)

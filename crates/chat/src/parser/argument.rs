@@ -9,7 +9,10 @@ use serde_json::{Map, Value};
 use std::{
     collections::BTreeSet,
     hash::{BuildHasher, RandomState},
-    sync::atomic::{AtomicU64, Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
 /// Names of a tag around all arguments.
@@ -21,13 +24,15 @@ pub(super) struct PendingCall {
     /// The function's name.
     pub name: String,
     /// Names of the tool's parameters. Empty if its schema names none.
-    pub parameters: BTreeSet<String>,
+    pub parameters: Arc<BTreeSet<String>>,
     /// Names of the parameters so far.
     pub seen: BTreeSet<String>,
     /// The last argument, if it has not ended yet.
     pub argument: Option<PendingArgument>,
     /// True if a grammar constrains the call.
     pub is_exact: bool,
+    /// True if a parameter had its name as its tag.
+    pub has_names: bool,
     /// True inside text that does not belong to a parameter.
     pub is_stray: bool,
 }
@@ -87,6 +92,8 @@ pub(super) struct PendingArgument {
     allowed: ValueType,
     /// Text that is not written yet. `None` while a string is being written.
     held: Option<String>,
+    /// Number of bytes of white space that `held` starts with.
+    blank: usize,
     /// True if the call already has this parameter. Nothing is written then.
     is_ignored: bool,
     /// True if the tags of the parameter are `<NAME>` and `</NAME>`.
@@ -104,7 +111,7 @@ impl PendingArgument {
             let opening = if call.seen.is_empty() { '{' } else { ',' };
             format!("{opening}{}:{}", Value::from(name.as_str()), if is_string { "\"" } else { "" })
         };
-        (Self { name, allowed, held: (!is_string).then(String::new), is_ignored, is_named }, json)
+        (Self { name, allowed, held: (!is_string).then(String::new), blank: 0, is_ignored, is_named }, json)
     }
 
     /// True if the value that ends with `text` has a type other than a string.
@@ -115,32 +122,37 @@ impl PendingArgument {
     /// True if no tag can be a part of the value that ends with `text`: it is complete JSON, or empty, and no string is
     /// allowed.
     pub fn is_complete(&self, text: &str) -> bool {
-        let is_empty = text.trim().is_empty() && self.held.as_ref().is_some_and(|held| held.trim().is_empty());
+        let is_empty = self.is_blank() && text.trim().is_empty();
         !self.allowed.has_strings() && (is_empty || self.has_other_type(text))
     }
 
     /// True if the value that starts with `text` is an array or an object, whose strings may have any text.
     pub fn is_nested(&self, text: &str) -> bool {
-        let start = |held: &String| is_nested(&self.allowed, if held.trim().is_empty() { text } else { held });
+        let start = |held: &String| is_nested(&self.allowed, if self.is_blank() { text } else { &held[self.blank..] });
         self.held.as_ref().is_some_and(start)
+    }
+
+    fn is_blank(&self) -> bool {
+        self.held.as_ref().is_some_and(|held| held.len() == self.blank)
     }
 
     /// Takes the next piece of the value and returns the JSON that can be written.
     pub fn push(&mut self, text: &str) -> String {
+        let is_blank = self.is_blank();
+        let more = text.trim_start();
         // The value of an ignored argument also has an end.
-        if let Some(held) = &mut self.held {
-            held.push_str(text);
+        let Some(held) = &mut self.held else {
+            return if self.is_ignored { String::new() } else { escaped(text) };
+        };
+        held.push_str(text);
+        self.blank += if is_blank { text.len() - more.len() } else { 0 };
+        // White space decides nothing.
+        if self.is_ignored || more.is_empty() || !is_string_from(&self.allowed, &held[self.blank..]) {
+            return String::new();
         }
-        match &self.held {
-            _ if self.is_ignored => String::new(),
-            None => escaped(text),
-            Some(held) if is_string_from(&self.allowed, held) => {
-                let json = format!("\"{}", escaped(held));
-                self.held = None;
-                json
-            }
-            Some(_) => String::new(),
-        }
+        let json = format!("\"{}", escaped(held));
+        self.held = None;
+        json
     }
 
     /// Ends the value and returns the part of its JSON that has not been written.

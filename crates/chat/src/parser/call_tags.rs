@@ -7,11 +7,6 @@ use super::{
 };
 
 impl Tools {
-    /// A call of a tool.
-    pub fn call(&self, function: &str) -> PendingCall {
-        PendingCall { name: function.to_owned(), parameters: self.parameters(function), ..PendingCall::default() }
-    }
-
     /// Reads the tag at the start of `text`. Models also write `<parameter=TOOL>` before the first parameter of a call, and
     /// `<parameter=NAME VALUE`. `call` is the call that the text belongs to.
     pub fn tag_at(&self, text: &str, call: &PendingCall) -> TagAt {
@@ -33,7 +28,7 @@ impl Tools {
         if let Some((name, length)) = header_with_value(text).filter(|(name, _)| call.parameters.contains(*name)) {
             return found(TagKind::Parameter(name.into()), length, false);
         }
-        let TagAt::Found(Tag { kind: TagKind::Parameter(name), length, is_exact }) = &tag else { return tag };
+        let TagAt::Found(Tag { kind: TagKind::Parameter(name), length, is_exact, .. }) = &tag else { return tag };
         if !self.has(name) {
             return tag;
         }
@@ -89,7 +84,8 @@ fn header_with_value(text: &str) -> Option<(&str, usize)> {
 /// `</NAME>` of the tool or of a tag around all arguments.
 pub(super) fn named_tag(text: &str, call: &PendingCall) -> TagAt {
     if let Some(only) = call.only_parameter().filter(|_| text.starts_with("<parameter>")) {
-        return found(TagKind::Parameter(only.clone()), "<parameter>".len(), true);
+        let kind = TagKind::Parameter(only.clone());
+        return TagAt::Found(Tag { kind, length: "<parameter>".len(), is_exact: true, is_name: true });
     }
     let closes = text.starts_with("</");
     let mut is_half = false;

@@ -3,7 +3,7 @@
 use super::{
     declared::Tools,
     python,
-    tags::{END_THINK, InputEnd, Reading, TagAt, TagKind, tag_at},
+    tags::{END_THINK, InputEnd, MAX_READ_AGAIN, Reading, TagAt, TagKind, tag_at},
 };
 use crate::json_repair;
 use serde::de::IgnoredAny;
@@ -27,6 +27,8 @@ pub(super) struct JsonScanner {
     /// Offset of the object or array in the whole answer.
     offset: usize,
     position: usize,
+    /// Number of bytes read at earlier offsets.
+    read_before: usize,
     /// The brackets that are still to come, the last one first.
     closing: Vec<char>,
     quote: Option<char>,
@@ -53,9 +55,12 @@ impl JsonScanner {
     /// Missing brackets are added.
     fn read(&mut self, offset: usize, text: &str, end: InputEnd) -> JsonAt<String> {
         if self.offset != offset {
-            *self = Self { offset, ..Self::default() };
+            *self = Self { offset, read_before: self.read_before + self.position, ..Self::default() };
         }
         while self.position == 0 || !self.closing.is_empty() {
+            if self.read_before > offset + MAX_READ_AGAIN {
+                return JsonAt::Other;
+            }
             let rest = &text[self.position..];
             let Some(c) = rest.chars().next() else {
                 if end == InputEnd::Complete && self.position > 0 && self.quote.is_none() {

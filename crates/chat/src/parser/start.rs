@@ -59,7 +59,7 @@ impl CallFinder<'_> {
             if is_bare { self.tools.tag_at(text, &PendingCall::default()) } else { self.tools.header_at(function) };
         let (name, length, is_exact) = match tag {
             TagAt::Unfinished => return Reading::Unfinished,
-            TagAt::Found(Tag { kind: TagKind::Function(name), length, is_exact }) => (name, length, is_exact),
+            TagAt::Found(Tag { kind: TagKind::Function(name), length, is_exact, .. }) => (name, length, is_exact),
             TagAt::Other if !is_bare => {
                 let calls = self.scanner.calls(self.length - function.len(), function, self.end, self.tools);
                 return calls.and_then(|_| Some(Mark::Call));

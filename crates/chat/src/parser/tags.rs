@@ -4,16 +4,32 @@ pub(super) const THINK: &str = "<think>";
 pub(super) const END_THINK: &str = "</think>";
 
 /// The words of opening tags. Models also write those of other formats.
-const WORDS: [&str; 7] =
-    ["tool_call", "tool_calls", "function_call", "function_calls", "function", "invoke", "parameter"];
+const WORDS: [(&str, Word); 8] = [
+    ("tool_call", Word::ToolCall),
+    ("tool_calls", Word::ToolCall),
+    ("function_call", Word::ToolCall),
+    ("function_calls", Word::ToolCall),
+    ("function", Word::Function),
+    ("invoke", Word::Invoke),
+    ("parameter", Word::Parameter),
+    ("param", Word::Parameter),
+];
+/// The words of [`WORDS`] that models misspell: with one letter too many, too few, wrong or swapped.
+const MISSPELT: [&str; 3] = ["tool_call", "function", "parameter"];
 /// Maximum length of a name in a tag.
 pub(super) const MAX_NAME: usize = 1000;
 /// Maximum length of a misspelt closing tag.
 const MAX_CLOSING_TAG: usize = 80;
+/// Number of letters of a closing tag that is cut at the end of a line.
+const MIN_CUT_WORD: usize = "tool_c".len();
 /// Maximum number of `<tool_call>` before a call.
 const MAX_REPEATED: usize = 4;
 /// Maximum number of bytes of white space before a tag. An answer of white space must not be read again and again.
 pub(super) const MAX_GAP: usize = 1000;
+
+/// Number of bytes of an answer that may be read again, because the text after them decided that they mean something
+/// else. Adversarial text would be read again and again.
+pub(super) const MAX_READ_AGAIN: usize = 1 << 20;
 
 /// State of the input: more text can follow, or the answer has ended for a reason.
 #[derive(Clone, Copy, PartialEq)]
@@ -48,6 +64,8 @@ pub(super) struct Tag {
     /// False if the tag is misspelt: a wrong closing tag, a missing `>`, `name=`, or attributes or a value after the
     /// name.
     pub is_exact: bool,
+    /// True for `<NAME>` and `</NAME>`, the name of a parameter as a tag.
+    pub is_name: bool,
 }
 
 /// Result of reading the start of a text.
@@ -85,21 +103,19 @@ pub(super) fn tag_at(text: &str) -> TagAt {
     let (word, after) = inner.split_at(length);
     let start = text.len() - after.len();
     let lower = word.to_ascii_lowercase();
-    let is_plain = lower == word && start == 1 + length;
-    match lower.as_str() {
-        _ if after.is_empty() => {
-            if WORDS.iter().any(|known| known.starts_with(&lower)) {
-                TagAt::Unfinished
-            } else {
-                TagAt::Other
-            }
-        }
+    if after.is_empty() {
+        return if may_become_word(&lower) { TagAt::Unfinished } else { TagAt::Other };
+    }
+    let is_plain = word == lower && start == 1 + length && WORDS.iter().any(|(known, _)| *known == word);
+    match word_of(&lower) {
         // Models also write it around JSON.
-        "function" if after.starts_with('>') => found(TagKind::ToolCall, start + 1, false),
-        "function" => header(after, start, TagKind::Function, is_plain),
-        "invoke" => header(after, start, TagKind::Function, false),
-        "parameter" => header(after, start, TagKind::Parameter, is_plain),
-        known if WORDS.contains(&known) => {
+        Some(Word::Function) if after.starts_with('>') && lower == "function" => {
+            found(TagKind::ToolCall, start + 1, false)
+        }
+        Some(Word::Function) => header(after, start, TagKind::Function, is_plain),
+        Some(Word::Invoke) => header(after, start, TagKind::Function, false),
+        Some(Word::Parameter) => header(after, start, TagKind::Parameter, is_plain && word == "parameter"),
+        Some(Word::ToolCall) => {
             let end = after.strip_prefix([' ', '|']).unwrap_or(after);
             match end.chars().next() {
                 Some('>') => found(TagKind::ToolCall, text.len() - end.len() + 1, text.starts_with("<tool_call>")),
@@ -108,12 +124,54 @@ pub(super) fn tag_at(text: &str) -> TagAt {
                 None => TagAt::Unfinished,
             }
         }
-        _ => TagAt::Other,
+        None => TagAt::Other,
     }
 }
 
+/// True if `word` comes after the `<` that `text` starts with.
+pub(super) fn has_word(text: &str, word: &str) -> bool {
+    text.get(1..=word.len()).is_some_and(|start| start.eq_ignore_ascii_case(word))
+}
+
+/// What a word in a tag means.
+#[derive(Clone, Copy)]
+enum Word {
+    ToolCall,
+    Function,
+    Invoke,
+    Parameter,
+}
+
+/// The meaning of a word in lower case, also if one letter is wrong.
+fn word_of(word: &str) -> Option<Word> {
+    let meaning = |known: &str| WORDS.iter().find(|(other, _)| *other == known).map(|(_, meaning)| *meaning);
+    meaning(word).or_else(|| {
+        let is_meant = |known: &&str| one_letter_differs(word, known, |end, known_end| end == known_end);
+        MISSPELT.into_iter().find(is_meant).and_then(meaning)
+    })
+}
+
+/// True if a word of a tag may start with `start`.
+fn may_become_word(start: &str) -> bool {
+    WORDS.iter().any(|(known, _)| known.starts_with(start))
+        || MISSPELT.iter().any(|known| one_letter_differs(start, known, |end, known_end| known_end.starts_with(end)))
+}
+
+/// True if `word` starts with the first letter of `known`, and the rest `fits` without one letter that is added, left
+/// out, replaced or swapped with the next one.
+fn one_letter_differs(word: &str, known: &str, fits: impl Fn(&[u8], &[u8]) -> bool) -> bool {
+    let same = word.bytes().zip(known.bytes()).take_while(|(letter, meant)| letter == meant).count();
+    let (end, known_end) = (&word.as_bytes()[same..], &known.as_bytes()[same..]);
+    let skipped = |count: usize, known_count: usize| {
+        let ends = end.get(count..).zip(known_end.get(known_count..));
+        ends.is_some_and(|(end, known_end)| fits(end, known_end))
+    };
+    let is_swapped = matches!((end, known_end), ([a, b, ..], [c, d, ..]) if a == d && b == c);
+    same > 0 && (skipped(1, 0) || skipped(0, 1) || skipped(1, 1) || is_swapped && skipped(2, 2))
+}
+
 pub(super) fn found(kind: TagKind, length: usize, is_exact: bool) -> TagAt {
-    TagAt::Found(Tag { kind, length, is_exact })
+    TagAt::Found(Tag { kind, length, is_exact, is_name: false })
 }
 
 /// Reads the rest of `<function=NAME>` or `<parameter=NAME>` after the word, which ends at `word`.
@@ -174,17 +232,23 @@ fn closing_tag(text: &str) -> TagAt {
     }
     let word = inner[..end].split('=').next().unwrap_or_default();
     let word = word.trim_matches([' ', '|']).to_ascii_lowercase().replace("tool call", "tool_call");
-    let (kind, exact) = match word.as_str() {
+    // The end of the answer or of a line may cut a word.
+    let is_cut = |known: &str| !is_closed && word.len() >= MIN_CUT_WORD && known.starts_with(&*word);
+    let kind = match word.as_str() {
         word if word.contains([' ', '.', ':']) => return TagAt::Other,
-        word if word.starts_with("param") => (TagKind::EndParameter, "</parameter>"),
-        word if word.starts_with("function_call") => (TagKind::EndToolCall, "</tool_call>"),
-        word if word.starts_with("func") || word == "invoke" => (TagKind::EndFunction, "</function>"),
-        word if word.starts_with("tool") && (word.contains("call") || word == "tool_cal") => {
-            (TagKind::EndToolCall, "</tool_call>")
-        }
-        _ => return TagAt::Other,
+        word if word.starts_with("param") => TagKind::EndParameter,
+        word if word.starts_with("function_call") => TagKind::EndToolCall,
+        word if word.starts_with("func") => TagKind::EndFunction,
+        word if word.starts_with("tool") && word.contains("call") || is_cut("tool_call") => TagKind::EndToolCall,
+        word => match word_of(word) {
+            Some(Word::ToolCall) => TagKind::EndToolCall,
+            Some(Word::Function | Word::Invoke) => TagKind::EndFunction,
+            Some(Word::Parameter) => TagKind::EndParameter,
+            None => return TagAt::Other,
+        },
     };
-    found(kind, start + end + usize::from(is_closed), text.starts_with(exact))
+    let is_exact = ["</tool_call>", "</function>", "</parameter>"].iter().any(|tag| text.starts_with(tag));
+    found(kind, start + end + usize::from(is_closed), is_exact)
 }
 
 /// Reads `<NAME>`, `</NAME>`, or the start of `<NAME ATTRIBUTES>`. No tag if the name has a `=` or `</NAME>` ends a call.
@@ -202,8 +266,8 @@ pub(super) fn own_tag(text: &str, name: &str) -> TagAt {
     let length = text.len() - after.len();
     match after.chars().next() {
         None => TagAt::Unfinished,
-        Some('>') => found(kind, length + 1, true),
-        Some(c) if !closes && c.is_whitespace() => found(kind, length, true),
+        Some('>') => TagAt::Found(Tag { kind, length: length + 1, is_exact: true, is_name: true }),
+        Some(c) if !closes && c.is_whitespace() => TagAt::Found(Tag { kind, length, is_exact: true, is_name: true }),
         Some(_) => TagAt::Other,
     }
 }
@@ -218,7 +282,9 @@ fn may_be_tag(name: &str) -> bool {
 pub(super) fn after_tool_calls(mut text: &str) -> Option<&str> {
     for _ in 0..MAX_REPEATED {
         let TagAt::Found(Tag { kind: TagKind::ToolCall, length, .. }) = tag_at(text) else { break };
-        text = after_opening(&text[length..])?;
+        let after = &text[length..];
+        // Only JSON may be in a Markdown fence. A call in a fence is text.
+        text = after_opening(after).filter(|json| !json.starts_with('<')).or_else(|| after_gap(after))?;
     }
     Some(text)
 }

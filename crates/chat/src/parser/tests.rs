@@ -1,6 +1,8 @@
 mod json;
+mod linear;
 mod malformed;
 mod misplaced;
+mod misspelt;
 mod quoted;
 
 use super::*;
@@ -121,7 +123,7 @@ fn values_are_raw_text() {
         "a < b && \"c\" \\ \t é 😀",
         "<tool_call>\n<function=x>\n</function>\n</tool_call>",
         "</param> </parameter x>",
-        "say </parameter> and go on",
+        "say </parameter> and continue",
         "</think>",
         "null",
     ] {

@@ -7,6 +7,9 @@
 //! call. That tag is then the candidate. After a `</parameter>` and text, closing tags of the call alone do not continue
 //! it, because models write text at the end of a call.
 //!
+//! A misspelt opening tag, such as `<paramter=P>`, counts only after a closing tag. `<NAME>` starts the next parameter
+//! after `</NAME>`, and after `</parameter>` if the call has such tags already.
+//!
 //! JSON that is complete ends at the next tag. A tag between two quotation marks on one line is text. So is a tag in the
 //! middle of a line, and a closing tag whose opening tag is part of the value.
 
@@ -15,7 +18,7 @@ use super::{
     call_tags::named_tag,
     declared::Tools,
     quotes::Quotes,
-    tags::{InputEnd, Tag, TagAt, TagKind, is_space, own_tag},
+    tags::{InputEnd, MAX_READ_AGAIN, Tag, TagAt, TagKind, has_word, is_space, own_tag},
 };
 
 /// Follows a value up to its end. Offsets count from the start of the value.
@@ -26,10 +29,14 @@ pub(super) struct ValueScanner {
     /// True if a carriage return belongs to the line end before a tag. After a header with a plain line feed, it is a part
     /// of the value.
     has_crlf: bool,
+    /// Number of bytes that may be read after a candidate.
+    look_ahead: usize,
     consumed: usize,
     position: usize,
     quotes: Quotes,
     starts_line: bool,
+    /// True after the first tag that no quotation marks enclose. It decides whether the value is complete JSON.
+    has_tag: bool,
     /// The last tag. Only white space after it is known so far.
     last: Option<SeenTag>,
     /// True if a line feed follows the last tag.
@@ -49,9 +56,13 @@ const MAX_INDENTATION: usize = 100;
 /// Maximum number of opening tags in a value that wait for their closing tags.
 const MAX_OPEN: usize = 32;
 
+/// Number of bytes that are read after a candidate, however much was read again before.
+const MIN_LOOK_AHEAD: usize = 256;
+
 struct SeenTag {
     kind: TagKind,
     is_exact: bool,
+    is_name: bool,
     at: usize,
     starts_line: bool,
     /// True for the name of a tool, and for the exact tag of a parameter that the call does not have yet.
@@ -132,9 +143,17 @@ pub(super) struct ValuePart {
 }
 
 impl ValueScanner {
-    /// `line_end` is the line end before the value, or empty.
-    pub fn new(line_end: &str) -> Self {
-        Self { is_block: !line_end.is_empty(), has_crlf: line_end != "\n", starts_line: true, ..Self::default() }
+    /// `line_end` is the line end before the value, or empty. `read_again` is the number of bytes that earlier values
+    /// made the parser read again.
+    pub fn new(line_end: &str, read_again: usize) -> Self {
+        let look_ahead = MIN_LOOK_AHEAD.max(MAX_READ_AGAIN.saturating_sub(read_again));
+        let (is_block, has_crlf) = (!line_end.is_empty(), line_end != "\n");
+        Self { is_block, has_crlf, look_ahead, starts_line: true, ..Self::default() }
+    }
+
+    /// Number of bytes that have been read after `end`, an offset in the unconsumed text.
+    pub fn read_after(&self, end: usize) -> usize {
+        self.position.saturating_sub(self.consumed + end)
     }
 
     /// True if the value has no text before `end`, an offset in the unconsumed text.
@@ -218,6 +237,9 @@ impl ValueScanner {
     fn read(&mut self, text: &str, end: InputEnd, call: &PendingCall, tools: &Tools) -> bool {
         let last = end != InputEnd::MoreToCome;
         while let Some(c) = text[self.position - self.consumed..].chars().next() {
+            if self.candidate.as_ref().is_some_and(|candidate| self.position - candidate.at > self.look_ahead) {
+                return true;
+            }
             let rest = &text[self.position - self.consumed..];
             let tag = match &self.last {
                 _ if c != '<' => TagAt::Other,
@@ -227,13 +249,18 @@ impl ValueScanner {
                     tag => tag,
                 },
             };
-            // A value may be about the tags of other formats.
-            let is_foreign = matches!(tag, TagAt::Found(Tag { kind: TagKind::ToolCall, is_exact: false, .. }));
-            let tag = if is_foreign { TagAt::Other } else { tag };
+            // A value may be about the tags of other formats. A misspelt tag opens a parameter only after another one.
+            let follows_end = self.last.as_ref().is_some_and(|last| last.kind.closes());
+            let is_foreign = |tag: &Tag| match tag.kind {
+                TagKind::ToolCall => !tag.is_exact,
+                TagKind::Parameter(_) => !tag.is_name && !follows_end && !has_word(rest, "parameter"),
+                _ => false,
+            };
+            let tag = tag.and_then(|tag| (!is_foreign(&tag)).then_some(tag));
             let is_quoted = if matches!(tag, TagAt::Other) { Some(true) } else { self.quotes.enclose(rest, last) };
             let before = &text[..self.position - self.consumed];
             let is_complete = |argument: &PendingArgument| match tag {
-                TagAt::Found(_) => self.candidate.is_none() && argument.is_complete(before),
+                TagAt::Found(_) => !self.has_tag && argument.is_complete(before),
                 _ => end == InputEnd::Complete && argument.has_other_type(before),
             };
             if is_quoted == Some(false) && call.argument.as_ref().is_some_and(is_complete) {
@@ -243,6 +270,7 @@ impl ValueScanner {
             match (is_quoted, tag) {
                 (None, _) => return false,
                 (Some(false), TagAt::Found(tag)) => {
+                    self.has_tag = true;
                     if self.push_tag(tag, call, tools) {
                         return true;
                     }
@@ -265,11 +293,18 @@ impl ValueScanner {
     /// `<parameter=NAME>` opened, `</NAME>` is text if it closes a `<NAME>` of the value.
     fn own_or_next_tag(&mut self, text: &str, call: &PendingCall, last: bool) -> TagAt {
         let Some(PendingArgument { name, is_named, .. }) = &call.argument else { return TagAt::Other };
-        let closes_call = text.starts_with("</") && self.nested == 0;
-        let is_end =
-            |last: &SeenTag| last.kind == TagKind::EndParameter && if last.is_exact { *is_named } else { closes_call };
-        if self.last.as_ref().is_some_and(is_end) {
-            return named_tag(text, call);
+        if let Some(last) = self.last.as_ref().filter(|last| last.kind == TagKind::EndParameter) {
+            let closes = text.starts_with("</");
+            let may_follow = match last.is_exact {
+                true => *is_named || (!closes && call.has_names && last.starts_line),
+                false => self.nested == 0 && (closes || last.is_name),
+            };
+            let is_next = |tag: &Tag| closes || (*is_named && last.is_exact) || call.lacks(tag);
+            let next = if may_follow { named_tag(text, call) } else { TagAt::Other };
+            match next.and_then(|tag| is_next(&tag).then_some(tag)) {
+                TagAt::Other => {}
+                tag => return tag,
+            }
         }
         match own_tag(text, name) {
             TagAt::Unfinished if last => TagAt::Other,
@@ -298,9 +333,9 @@ impl ValueScanner {
             TagKind::Function(name) => tools.has(name),
             _ => is_repeated || call.lacks(&tag),
         };
-        let Tag { kind, is_exact, .. } = tag;
+        let Tag { kind, is_exact, is_name, .. } = tag;
         let starts_line = self.starts_line || after.as_ref().is_some_and(TagKind::closes);
-        let tag = SeenTag { kind, is_exact, at, starts_line, is_known, is_repeated, after };
+        let tag = SeenTag { kind, is_exact, is_name, at, starts_line, is_known, is_repeated, after };
         let is_ended = self.follow(Follow::Tag(&tag));
         self.last = Some(tag);
         self.line_ended = false;
@@ -339,7 +374,8 @@ impl ValueScanner {
         let next = if let Follow::Tag(next) = follow { Some(&next.kind) } else { None };
         match &tag.kind {
             TagKind::ToolCall => {
-                let calls = matches!(follow, Follow::Tag(SeenTag { kind: TagKind::Function(_), is_known: true, .. }));
+                let calls = matches!(follow, Follow::Tag(next @ SeenTag { kind: TagKind::Function(_), .. })
+                    if next.is_known && (next.is_exact || self.line_ended));
                 let is_end = calls && self.starts_call(tag.at);
                 self.open(TagKind::EndToolCall, tag.at, is_on_edge);
                 is_end

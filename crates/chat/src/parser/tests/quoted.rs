@@ -81,6 +81,17 @@ fn calls_in_markdown_code_are_text() {
 }
 
 #[test]
+fn fence_after_mentioned_tag_is_text() {
+    for tag in ["<tool_call>", "Write <tool_call>", "<function>", "<tool_calls>"] {
+        for info in ["", "xml", "json"] {
+            let call = "<tool_call>\n<function=f>\n<parameter=n>\n1\n</parameter>\n</function>\n</tool_call>";
+            let text = format!("{tag}\n\n```{info}\n{call}\n```");
+            assert_eq!(whole(false, &text), [format!("C {text}")]);
+        }
+    }
+}
+
+#[test]
 fn call_after_open_fence_is_call() {
     for before in ["```\ncode", "Look at `this", "```\ncode\n```\n```", "~~~\n```", "The mark is ` here"] {
         let text = format!(
