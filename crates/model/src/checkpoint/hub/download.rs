@@ -141,8 +141,8 @@ impl ModelDownload<'_> {
         Ok(BlobState::Partial { part, lock, progress })
     }
 
-    /// Links the blob into the snapshot. Replaces another link in one step, so that a process that has downloaded the file
-    /// always finds it.
+    /// Links the blob into the snapshot. Replaces another link in one step, so that a process that has downloaded the
+    /// file always finds it.
     fn link(&self, file: &RepoFile, blob: &Path) -> io::Result<()> {
         static COUNT: AtomicUsize = AtomicUsize::new(0);
         let link = self.snapshot.join(&file.name);
