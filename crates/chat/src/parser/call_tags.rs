@@ -7,6 +7,11 @@ use super::{
 };
 
 impl Tools {
+    /// A call of a tool.
+    pub fn call(&self, function: &str) -> PendingCall {
+        PendingCall { name: function.to_owned(), parameters: self.parameters(function), ..PendingCall::default() }
+    }
+
     /// Reads the tag at the start of `text`. Models also write `<parameter=TOOL>` before the first parameter of a call, and
     /// `<parameter=NAME VALUE`. `call` is the call that the text belongs to.
     pub fn tag_at(&self, text: &str, call: &PendingCall) -> TagAt {

@@ -1,6 +1,5 @@
 //! The tools of a request.
 
-use super::argument::PendingCall;
 use crate::schema::{Document, ParameterSet, ValueType, any_value, normalized, parameter_sets};
 use serde_json::Value;
 use std::{
@@ -50,10 +49,9 @@ impl Tools {
         self.0.keys().map(String::as_str)
     }
 
-    /// A call of a tool.
-    pub fn call(&self, function: &str) -> PendingCall {
-        let parameters = self.0.get(function).map(|tool| Arc::clone(&tool.parameters)).unwrap_or_default();
-        PendingCall { name: function.to_owned(), parameters, ..PendingCall::default() }
+    /// The names of the parameters of a tool.
+    pub fn parameters(&self, function: &str) -> Arc<BTreeSet<String>> {
+        self.0.get(function).map(|tool| Arc::clone(&tool.parameters)).unwrap_or_default()
     }
 
     /// The values of a parameter of a tool. Strings if its schema does not specify them.

@@ -161,7 +161,8 @@ fn may_become_word(start: &str) -> bool {
 /// out, replaced or swapped with the next one.
 fn one_letter_differs(word: &str, known: &str, fits: impl Fn(&[u8], &[u8]) -> bool) -> bool {
     let same = word.bytes().zip(known.bytes()).take_while(|(letter, meant)| letter == meant).count();
-    let (end, known_end) = (&word.as_bytes()[same..], &known.as_bytes()[same..]);
+    let end = &word.as_bytes()[same..];
+    let known_end = &known.as_bytes()[same..];
     let skipped = |count: usize, known_count: usize| {
         let ends = end.get(count..).zip(known_end.get(known_count..));
         ends.is_some_and(|(end, known_end)| fits(end, known_end))

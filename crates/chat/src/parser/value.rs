@@ -147,8 +147,13 @@ impl ValueScanner {
     /// made the parser read again.
     pub fn new(line_end: &str, read_again: usize) -> Self {
         let look_ahead = MIN_LOOK_AHEAD.max(MAX_READ_AGAIN.saturating_sub(read_again));
-        let (is_block, has_crlf) = (!line_end.is_empty(), line_end != "\n");
-        Self { is_block, has_crlf, look_ahead, starts_line: true, ..Self::default() }
+        Self {
+            is_block: !line_end.is_empty(),
+            has_crlf: line_end != "\n",
+            look_ahead,
+            starts_line: true,
+            ..Self::default()
+        }
     }
 
     /// Number of bytes that have been read after `end`, an offset in the unconsumed text.
@@ -295,9 +300,10 @@ impl ValueScanner {
         let Some(PendingArgument { name, is_named, .. }) = &call.argument else { return TagAt::Other };
         if let Some(last) = self.last.as_ref().filter(|last| last.kind == TagKind::EndParameter) {
             let closes = text.starts_with("</");
-            let may_follow = match last.is_exact {
-                true => *is_named || (!closes && call.has_names && last.starts_line),
-                false => self.nested == 0 && (closes || last.is_name),
+            let may_follow = if last.is_exact {
+                *is_named || (!closes && call.has_names && last.starts_line)
+            } else {
+                self.nested == 0 && (closes || last.is_name)
             };
             let is_next = |tag: &Tag| closes || (*is_named && last.is_exact) || call.lacks(tag);
             let next = if may_follow { named_tag(text, call) } else { TagAt::Other };
