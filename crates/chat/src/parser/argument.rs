@@ -75,7 +75,12 @@ impl PendingCall {
 
     /// True if `tag` starts a parameter of the tool that the call does not have yet.
     pub fn lacks(&self, tag: &Tag) -> bool {
-        matches!(&tag.kind, TagKind::Parameter(name) if tag.is_exact && self.knows(name) && !self.seen.contains(name))
+        matches!(&tag.kind, TagKind::Parameter(name) if tag.is_exact && self.lacks_name(name))
+    }
+
+    /// True if the tool has a parameter `name` that the call does not have yet.
+    pub fn lacks_name(&self, name: &str) -> bool {
+        self.knows(name) && !self.seen.contains(name)
     }
 
     /// True for the tag that started the last argument.

@@ -128,9 +128,10 @@ pub(super) fn tag_at(text: &str) -> TagAt {
     }
 }
 
-/// True if `word` comes after the `<` that `text` starts with.
+/// True if the whole `word` comes after the `<` that `text` starts with.
 pub(super) fn has_word(text: &str, word: &str) -> bool {
-    text.get(1..=word.len()).is_some_and(|start| start.eq_ignore_ascii_case(word))
+    let is_end = |text: &str| !text.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_');
+    text.get(1..=word.len()).is_some_and(|start| start.eq_ignore_ascii_case(word) && is_end(&text[1 + word.len()..]))
 }
 
 /// What a word in a tag means.

@@ -7,8 +7,9 @@
 //! call. That tag is then the candidate. After a `</parameter>` and text, closing tags of the call alone do not continue
 //! it, because models write text at the end of a call.
 //!
-//! A misspelt opening tag, such as `<paramter=P>`, counts only after a closing tag. `<NAME>` starts the next parameter
-//! after `</NAME>`, and after `</parameter>` if the call has such tags already.
+//! A misspelt opening tag, such as `<paramter=P>`, counts only after a closing tag and for a parameter that the call
+//! does not have yet. Otherwise it is text, and so is its misspelt closing tag. `<NAME>` starts the next parameter after
+//! `</NAME>`, and after `</parameter>` if the call has such tags already.
 //!
 //! JSON that is complete ends at the next tag. A tag between two quotation marks on one line is text. So is a tag in the
 //! middle of a line, and a closing tag whose opening tag is part of the value.
@@ -46,6 +47,8 @@ pub(super) struct ValueScanner {
     open: Vec<(TagKind, usize)>,
     /// Number of `<NAME>` in the value of `<parameter=NAME>` that wait for their `</NAME>`.
     nested: usize,
+    /// Number of misspelt opening tags, such as `<param name="P">`, that are text and wait for their `</param>`.
+    misspelt: usize,
     /// The last `</parameter>` that closed a quoted tag, until text follows.
     matched: Option<MatchedEnd>,
 }
@@ -254,14 +257,7 @@ impl ValueScanner {
                     tag => tag,
                 },
             };
-            // A value may be about the tags of other formats. A misspelt tag opens a parameter only after another one.
-            let follows_end = self.last.as_ref().is_some_and(|last| last.kind.closes());
-            let is_foreign = |tag: &Tag| match tag.kind {
-                TagKind::ToolCall => !tag.is_exact,
-                TagKind::Parameter(_) => !tag.is_name && !follows_end && !has_word(rest, "parameter"),
-                _ => false,
-            };
-            let tag = tag.and_then(|tag| (!is_foreign(&tag)).then_some(tag));
+            let tag = tag.and_then(|tag| (!self.is_foreign(&tag, rest, call)).then_some(tag));
             let is_quoted = if matches!(tag, TagAt::Other) { Some(true) } else { self.quotes.enclose(rest, last) };
             let before = &text[..self.position - self.consumed];
             let is_complete = |argument: &PendingArgument| match tag {
@@ -292,6 +288,24 @@ impl ValueScanner {
             self.position += c.len_utf8();
         }
         last && self.follow(Follow::End)
+    }
+
+    /// True if `tag`, which `text` starts with, is text: a value may be about the tags of other formats. A misspelt tag
+    /// opens a parameter that the call does not have yet, after a closing tag that ends no such tag of the value.
+    fn is_foreign(&mut self, tag: &Tag, text: &str, call: &PendingCall) -> bool {
+        let follows_end = self.last.as_ref().is_some_and(|last| last.kind.closes());
+        let is_foreign = match &tag.kind {
+            TagKind::ToolCall => return !tag.is_exact,
+            TagKind::Parameter(name) => {
+                !tag.is_name && !has_word(text, "parameter") && !(follows_end && call.lacks_name(name))
+            }
+            TagKind::EndParameter => !tag.is_name && self.misspelt > 0 && !has_word(text, "/parameter"),
+            _ => false,
+        };
+        if is_foreign {
+            self.misspelt = if tag.kind.closes() { self.misspelt - 1 } else { self.misspelt + 1 };
+        }
+        is_foreign
     }
 
     /// Reads a tag with the name of this parameter, or after its end, another such tag. In a value that

@@ -45,6 +45,10 @@ fn other_words_are_no_tags() {
         "<parade name=\"n\">\n1\n</parade>",
         "<object>\n<param name=\"n\" value=\"1\">\n<param name=\"n\">\n</object>",
         "<applet>\n<param=n>\n</applet>",
+        "<object>\n<param name=\"n\">1</param>\n<param name=\"b\">2</param>\n</object>",
+        "<Tool>\n<Param name=\"b\">\n1\n</Param>\n<Param name=\"n\">\n2\n</Param>\n</Tool>",
+        "<params>\n<param id=\"a\">1</param>\n<param name=\"other\">2</param>\n</params>",
+        "<parameters id=\"a\">\n</parameters>\n<parameters name=\"c\">2</parameters>",
         "<functions>\n\n```\n<tool_call>\n<function=f>\n</function>\n</tool_call>\n```",
         "<call tool=\"f\">\n</call>",
     ] {
