@@ -36,7 +36,7 @@ pub(super) struct ValueScanner {
     position: usize,
     quotes: Quotes,
     starts_line: bool,
-    /// True after the first tag that no quotation marks enclose. It decides whether the value is complete JSON.
+    /// True after the first tag outside of quotation marks. Only at that tag can the value end as complete JSON.
     has_tag: bool,
     /// The last tag. Only white space after it is known so far.
     last: Option<SeenTag>,
