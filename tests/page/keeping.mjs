@@ -199,6 +199,44 @@ export const tests = {
     assert.deepEqual(await keptTexts(page), []);
   },
 
+  async refused_conversation_stays_deleted(page, proxy) {
+    await refuse(page, "put");
+    await converse(page, proxy, "Question", "One");
+    await accept(page);
+    await openList(page);
+    await page.press("Delete", "#titles");
+    await page.press("Undo", "#notice");
+    await page.until(() => document.querySelectorAll(".turn").length === 2);
+    await page.press("Delete", "#titles");
+    await page.until(() => document.querySelector("#notice button"));
+    // The closed page has rescued the messages and the deletion.
+    await page.reload();
+    await page.until(() => !document.querySelector("#deleted").hidden);
+    assert.deepEqual(await keptTexts(page), ["One", "Question"]);
+    assert.equal(await page.count("#titles .open-chat"), 0);
+    page.seen.errors.length = 0;
+  },
+
+  async refused_messages_with_the_same_ids_are_kept_later(page) {
+    await refuse(page, "put");
+    await page.evaluate(() => importFiles(["x", "y"].map(content => new File([JSON.stringify({ messages: [{ role: "user", content }] })], "a.json"))));
+    await page.reload();
+    await page.until(() => document.querySelectorAll("#titles .open-chat").length === 2);
+    assert.deepEqual(await keptTexts(page), ["x", "y"]);
+    page.seen.errors.length = 0;
+  },
+
+  async deletion_for_good_forgets_what_closed_pages_rescued(page, proxy) {
+    await refuse(page, "put");
+    await converse(page, proxy, "Question", "One");
+    await accept(page);
+    await page.evaluate(() => { rescue(); unsaved.clear(); return deleteForGood([conversation.id]); });
+    page.seen.errors.length = 0;
+    await page.reload();
+    await page.until(() => document.querySelector("#model option"));
+    assert.deepEqual(await keptTexts(page), []);
+  },
+
   async refused_import_says_so(page) {
     await refuse(page, "put");
     await page.evaluate(() => importFiles([new File(['{"messages": [{"role": "user", "content": "x"}]}'], "a.json")]));

@@ -60,7 +60,7 @@ class Conversation {
   merge(nodes) {
     const changed = nodes.filter(node => {
       const own = this.nodes.get(node.id);
-      if (own && (unsaved.has(node.id) || isSameMessage(own, node))) return false;
+      if (own && (unsaved.has(unsavedKey(this.id, node.id)) || isSameMessage(own, node))) return false;
       for (const name of Object.keys(own || {})) if (!(name in node)) delete own[name];
       if (own) Object.assign(own, node); else this.nodes.set(node.id, node);
       return true;

@@ -40,15 +40,15 @@ async function save(owner, ...messages) {
   titles = [{...keptTitle(owner.id), id: owner.id, title: owner.title, updated, choices: owner.choices},
     ...titles.filter(other => other.id !== owner.id)];
   titlesChanged();
-  for (const message of messages) unsaved.set(message.id, {owner, message});
+  for (const message of messages) unsaved.set(unsavedKey(owner.id, message.id), {owner, message});
   // A message that could not be kept before is tried again.
   const tried = [...unsaved].filter(([, entry]) => entry.owner.id === owner.id), changes = unsavedChanges.get(owner.id);
-  const problem = await keep(owner.id, "this conversation", () => keepMessages(owner, tried.map(([, {message}]) => message), updated));
+  const problem = await keep(owner.id, "this conversation", () => keepMessages(owner, tried.map(([, {message}]) => message), updated, changes));
   if (problem) return problem;
   forgetChanges(owner.id, changes);
-  for (const [id, entry] of tried) {
-    const isDone = unsaved.get(id) === entry && running.get(owner.id)?.message !== entry.message;
-    if (isDone) { unsaved.delete(id); forgetRescued(id); }
+  for (const [key, entry] of tried) {
+    const isDone = unsaved.get(key) === entry && running.get(owner.id)?.message !== entry.message;
+    if (isDone) { unsaved.delete(key); forgetRescued(key); }
   }
   return "";
 }
@@ -61,9 +61,13 @@ async function setTitle(id, changes) {
   titles = titles.map(kept => kept.id === id ? {...kept, ...all} : kept);
   titlesChanged();
   const problem = await keep(id, "this change", () => changeTitle(id, kept => kept && {...kept, ...all}));
-  if (!problem) forgetChanges(id, all);
+  // The database may not have the conversation: the change is kept with its messages then.
+  if (!problem && !unsavedOwner(id)) forgetChanges(id, all);
   return problem;
 }
+
+/** The conversation with this id if the database may not have all of its messages. */
+const unsavedOwner = id => [...unsaved.values()].find(({owner}) => owner.id === id)?.owner;
 
 /** Changes of a record are in the database. Later ones may not be. */
 function forgetChanges(id, changes) {
@@ -80,7 +84,8 @@ async function readTitles() {
 
 /** Opens a conversation, and shows the path to a message of it. */
 async function openConversation(id, messageId) {
-  const nodes = await readNodes(id) || [], opened = running.get(id)?.conversation || new Conversation(keptTitle(id), nodes);
+  const nodes = await readNodes(id) || [];
+  const opened = running.get(id)?.conversation || unsavedOwner(id) || new Conversation(keptTitle(id), nodes);
   opened.merge(nodes);
   if (!opened.messages.length) return;
   if (opened.nodes.has(messageId)) opened.choose(opened.nodes.get(messageId));
@@ -163,8 +168,7 @@ async function deleteForGood(ids) {
     }));
     if (problem) continue;
     titles = titles.filter(other => other.id !== id);
-    forgetChanges(id, unsavedChanges.get(id));
-    for (const [key, {owner}] of unsaved) if (owner.id === id) { unsaved.delete(key); forgetRescued(key); }
+    forgetUnsaved(id);
   }
   titlesChanged();
 }

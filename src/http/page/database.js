@@ -61,17 +61,19 @@ function changeTitle(id, change) {
   });
 }
 
-/** Keeps these messages of a conversation, and all of its messages if the database does not have it. */
-function keepMessages(owner, messages, updated) {
+/** Keeps these messages and changes of a conversation, and all of its messages if the database does not have it. */
+function keepMessages(owner, messages, updated, changes) {
   return changeTitle(owner.id, (kept, nodeStore) => {
     for (const message of kept ? messages : owner.nodes.values()) nodeStore.put({...message, conversation: owner.id});
-    const changed = {...kept, ...unsavedChanges.get(owner.id)};
+    const changed = {...kept, ...changes};
     return {title: owner.title, ...changed, id: owner.id, updated, choices: {...changed.choices, ...owner.choices}};
   });
 }
 
-/** Messages whose last change the database may not have, by id, with their conversations. */
+/** Messages whose last change the database may not have, with their conversations. An import keeps the ids of messages, so
+ *  that messages of two conversations can have the same id. */
 const unsaved = new Map();
+const unsavedKey = (conversationId, messageId) => `${conversationId}/${messageId}`;
 /** Changes of the records of conversations that the database may not have, by the id of the conversation. */
 const unsavedChanges = new Map();
 const RESCUE = "moestro.unsaved.";
@@ -79,32 +81,47 @@ const RESCUE = "moestro.unsaved.";
 /** Keeps outside the database what it may not have. A page that is closed has no time for a transaction. */
 function rescue() {
   const rescued = [...unsavedChanges].map(([id, changes]) => [id, {id, changes}]);
-  for (const [key, {owner: {id, title, choices}, message}] of unsaved) rescued.push([key, {id, title, choices, message}]);
+  for (const [key, {owner: {id, title, choices}, message}] of unsaved) {
+    rescued.push([key, {id, title, choices, message, changes: unsavedChanges.get(id)}]);
+  }
   for (const [key, record] of rescued) {
     try {
       localStorage.setItem(RESCUE + key, JSON.stringify(record));
-    } catch { /* The storage is full: the database has the message as it was half a second ago. */ }
+    } catch { /* The storage is full: the database has what it has not refused, as it was half a second ago. */ }
   }
 }
 
-function forgetRescued(id) {
-  try { localStorage.removeItem(RESCUE + id); } catch { /* Nothing can be kept there, either. */ }
+function forgetRescued(key) {
+  try { localStorage.removeItem(RESCUE + key); } catch { /* Nothing can be kept there, either. */ }
+}
+
+/** Forgets what this page and closed ones have not saved of a conversation. */
+function forgetUnsaved(id) {
+  const isOfIt = key => key === id || key.startsWith(unsavedKey(id, ""));
+  unsavedChanges.delete(id);
+  for (const key of [...unsaved.keys()].filter(isOfIt)) unsaved.delete(key);
+  for (const key of rescuedKeys().filter(isOfIt)) forgetRescued(key);
+}
+
+function rescuedKeys() {
+  try {
+    return Object.keys(localStorage).filter(key => key.startsWith(RESCUE)).map(key => key.slice(RESCUE.length));
+  } catch { return []; }
 }
 
 /** Moves what closed pages have rescued to the database. */
 async function recover() {
   if (!await database) return;
-  let keys = [];
-  try { keys = Object.keys(localStorage).filter(key => key.startsWith(RESCUE)); } catch { return; }
-  for (const key of keys) {
+  for (const key of rescuedKeys()) {
     try {
-      const {id, title, choices, message, changes} = JSON.parse(localStorage.getItem(key));
-      if (changes) await changeTitle(id, kept => kept && {...kept, ...changes});
-      else await keepMessages({id, title, choices, nodes: new Map([[message.id, message]])}, [message], Date.now());
+      const {id, title, choices, message, changes} = JSON.parse(localStorage.getItem(RESCUE + key));
+      const nodes = new Map([[message?.id, message]]);
+      if (message) await keepMessages({id, title, choices, nodes}, [message], Date.now(), changes);
+      else await changeTitle(id, kept => kept && {...kept, ...changes});
     } catch (error) {
       // The database may have room later. Other errors say that this page has not written it.
       if (error instanceof DOMException) continue;
     }
-    localStorage.removeItem(key);
+    forgetRescued(key);
   }
 }
