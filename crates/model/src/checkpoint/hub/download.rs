@@ -16,11 +16,10 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::{
     fs::{self, File, OpenOptions, TryLockError},
+    hash::{BuildHasher, RandomState},
     io,
     os::unix::fs::{MetadataExt, symlink},
     path::{Path, PathBuf},
-    process,
-    sync::atomic::{AtomicUsize, Ordering},
     time::Duration,
 };
 
@@ -144,14 +143,15 @@ impl ModelDownload<'_> {
     /// Links the blob into the snapshot. Replaces another link in one step, so that a process that has downloaded the
     /// file always finds it.
     fn link(&self, file: &RepoFile, blob: &Path) -> io::Result<()> {
-        static COUNT: AtomicUsize = AtomicUsize::new(0);
         let link = self.snapshot.join(&file.name);
         link.parent().map_or(Ok(()), fs::create_dir_all)?;
         let model = "../".repeat(2 + file.name.matches('/').count());
         let target = Path::new(&model).join("blobs").join(blob.file_name().unwrap_or_default());
-        let temp = blob.with_extension(format!("{}-{}.link", process::id(), COUNT.fetch_add(1, Ordering::Relaxed)));
-        // A killed process with the same id may have left its link.
-        let _ = fs::remove_file(&temp);
+        if fs::read_link(&link).is_ok_and(|linked| linked == target) {
+            return Ok(());
+        }
+        // Processes of several containers may share the cache, and their process ids may be equal.
+        let temp = blob.with_extension(format!("{:016x}.link", RandomState::new().hash_one(&link)));
         symlink(target, &temp)?;
         fs::rename(&temp, &link).inspect_err(|_| drop(fs::remove_file(&temp)))
     }
