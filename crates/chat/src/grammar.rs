@@ -20,6 +20,7 @@ mod disjoint;
 mod equivalents;
 mod expressions;
 mod format;
+mod integer_formats;
 mod json_schema;
 mod lark;
 mod look_ahead;

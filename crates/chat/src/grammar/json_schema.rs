@@ -6,6 +6,7 @@ use super::{
     disjoint, equivalents,
     expressions::{LengthChecker, MAX_LENGTH, can_enforce},
     format::FormatError,
+    integer_formats,
     look_ahead::{LookAheads, literal_classes},
     schema_references::{self, subschemas},
 };
@@ -30,7 +31,7 @@ const WHITESPACE: &str = r" |\n[ \t]{0,40}";
 /// Largest absolute value of an integer for which the schema sets no bounds. Many JSON readers only hold 64 bits, and
 /// without a bound a model could write digits until its token limit. This is also the largest bound that can be
 /// compiled for a number that is not an integer.
-const MAX_INTEGER: f64 = 1e18;
+pub const MAX_INTEGER: f64 = 1e18;
 /// Largest bound that can be compiled for an integer.
 const MAX_INTEGER_BOUND: f64 = 9e18;
 
@@ -142,7 +143,7 @@ impl<'a> Preparation<'a> {
         };
         let mut prepared = Map::new();
         let mut patterns = Vec::new();
-        let mut integers = (-MAX_INTEGER, MAX_INTEGER);
+        let mut integers = None;
         for (key, value) in schema {
             let inner = format!("{path}.{key}");
             let malformed = |kind: &str| Err(FormatError::new(&inner, format!("{key} must be {kind}")));
@@ -172,7 +173,7 @@ impl<'a> Preparation<'a> {
                     } else if ["idn-hostname", "regex", "uri-template"].contains(&format.as_str()) {
                         self.ignore(&inner, &format!("`format` `{format}` cannot be enforced in a strict schema"))?;
                     }
-                    integers = integer_range(format);
+                    integers = integer_formats::range(format);
                     continue;
                 }
                 ("propertyNames", _) => {
@@ -263,7 +264,10 @@ impl<'a> Preparation<'a> {
         }
         prepared.extend(patterns.pop().map(|pattern| ("pattern".to_owned(), pattern.into())));
         self.replace_keywords(schema, &mut prepared, path)?;
-        self.bound_numbers(&mut prepared, integers, path)?;
+        if let Some(range) = integers {
+            integer_formats::keep(&mut prepared, range);
+        }
+        self.bound_numbers(&mut prepared, path)?;
         if self.strict {
             check_min_properties(&prepared, path)?;
         }
@@ -400,13 +404,8 @@ impl<'a> Preparation<'a> {
 
     /// Bounds numbers. A bound that is too far from zero to be compiled is set to the limit if other numbers are on the
     /// side of zero, and is ignored otherwise. An integer that the compiler would round to a number outside of the bound
-    /// becomes the next number inside. An integer without constants gets the bounds of `integers` that it lacks.
-    fn bound_numbers(
-        &self,
-        schema: &mut Map<String, Value>,
-        integers: (f64, f64),
-        path: &str,
-    ) -> Result<(), FormatError> {
+    /// becomes the next number inside. An integer without constants gets the bounds that it lacks.
+    fn bound_numbers(&self, schema: &mut Map<String, Value>, path: &str) -> Result<(), FormatError> {
         let is_integer = is_integer(schema);
         let limit = if is_integer { MAX_INTEGER_BOUND } else { MAX_INTEGER };
         let has_constants = schema.contains_key("enum") || schema.contains_key("const");
@@ -427,11 +426,11 @@ impl<'a> Preparation<'a> {
         replace_exclusive_integers(schema);
         let number = |key: &str| schema.get(key).and_then(Value::as_f64);
         let [min, max] = bounds.map(|(key, exclusive, _)| number(key).or(number(exclusive)));
-        if is_integer && !has_constants && min.is_none() && max.is_none_or(|max| max >= integers.0) {
-            schema.insert("minimum".into(), integers.0.into());
+        if is_integer && !has_constants && min.is_none() && max.is_none_or(|max| max >= -MAX_INTEGER) {
+            schema.insert("minimum".into(), (-MAX_INTEGER).into());
         }
-        if is_integer && !has_constants && max.is_none() && min.is_none_or(|min| min <= integers.1) {
-            schema.insert("maximum".into(), integers.1.into());
+        if is_integer && !has_constants && max.is_none() && min.is_none_or(|min| min <= MAX_INTEGER) {
+            schema.insert("maximum".into(), MAX_INTEGER.into());
         }
         Ok(())
     }
@@ -500,20 +499,6 @@ fn has_rounded_integer(value: &Value) -> bool {
             None => number.as_f64().is_some_and(|number| number.abs() >= u64::MAX as f64),
         },
         _ => false,
-    }
-}
-
-/// The integers of a format such as `int32` or `uint8`, as generators of C#, Rust and OpenAPI write them.
-fn integer_range(format: &str) -> (f64, f64) {
-    let count = |prefix: &str| {
-        let digits =
-            format.strip_prefix(prefix)?.bytes().all(|b| b.is_ascii_digit()).then(|| &format[prefix.len()..])?;
-        digits.parse().ok().filter(|bits| *bits > 0).map(|bits: u8| f64::from(bits).exp2())
-    };
-    match (count("int"), count("uint")) {
-        (Some(count), _) => ((-count / 2.0).max(-MAX_INTEGER), (count / 2.0 - 1.0).min(MAX_INTEGER)),
-        (_, Some(count)) => (0.0, (count - 1.0).min(MAX_INTEGER)),
-        _ => (-MAX_INTEGER, MAX_INTEGER),
     }
 }
 

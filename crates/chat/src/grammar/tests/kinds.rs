@@ -96,27 +96,55 @@ fn formats_are_enforced_or_refused() {
 
 #[test]
 fn integer_formats_bound_integers() {
-    for (format, min, max) in [
-        ("int8", -128, 127),
-        ("uint8", 0, 255),
-        ("int16", -32_768, 32_767),
-        ("int32", -2_147_483_648, 2_147_483_647),
-        ("uint32", 0, 4_294_967_295),
-        ("uint64", 0, 1_000_000_000_000_000_000),
-        ("int64", -1_000_000_000_000_000_000, 1_000_000_000_000_000_000),
-    ] {
-        for (limits, is_kept) in [
-            (json!({}), Box::new(|_| true) as Box<dyn Fn(i64) -> bool>),
-            (json!({"minimum": 3}), Box::new(|number| number >= 3)),
-            (json!({"exclusiveMaximum": 100}), Box::new(|number| number < 100)),
-        ] {
-            let mut schema = json!({"type": "integer", "format": format});
-            schema.as_object_mut().unwrap().extend(limits.as_object().unwrap().clone());
-            check(&schema, 12, |value| {
-                value.as_i64().is_some_and(|number| (min..=max).contains(&number) && is_kept(number))
-            });
+    let mut dice = Dice(4);
+    let mut compiled = 0;
+    for _ in 0..60 {
+        let (format, min, max) = *dice.pick(&[
+            ("int8", -128, 127),
+            ("uint8", 0, 255),
+            ("int16", -32_768, 32_767),
+            ("int32", -2_147_483_648, 2_147_483_647),
+            ("uint32", 0, 4_294_967_295),
+            ("uint64", 0, 1_000_000_000_000_000_000_i64),
+            ("int64", -1_000_000_000_000_000_000, 1_000_000_000_000_000_000),
+        ]);
+        let mut number = json!({"type": dice.pick(&["integer", "integer", "number"]), "format": format});
+        let limits = [
+            ("minimum", [-5_000_000_000_i64, -3, 3]),
+            ("exclusiveMinimum", [-40_000, min, 7]),
+            ("maximum", [5_000_000_000, 300, 100]),
+            ("exclusiveMaximum", [5_000_000_000, 256, 90]),
+            ("multipleOf", [5, 7, 50]),
+        ];
+        let mut all = vec![json!({"minimum": min, "maximum": max, "type": ["integer", "null"]})];
+        for (key, values) in limits {
+            if dice.below(3) == 0 {
+                let value = *dice.pick(&values);
+                number[key] = value.into();
+                all.push(json!({key: value}));
+            }
         }
+        let schema = match dice.below(6) {
+            0 => json!({"anyOf": [number, {"type": "null"}]}),
+            1 => {
+                number["type"] = json!([number["type"], "null"]);
+                number
+            }
+            2 => test_support::with(number, json!({"nullable": true})),
+            3 => {
+                number.as_object_mut().unwrap().remove("type");
+                json!({"allOf": [{"type": "integer"}, number]})
+            }
+            _ => number,
+        };
+        if compile(&json_format(&with_x(&schema), true)).is_err() {
+            continue;
+        }
+        compiled += 1;
+        let kept = json!({"allOf": all});
+        check(&schema, 3, |value| validator::errors(&kept, value, &kept).is_empty());
     }
+    assert!(compiled > 30, "{compiled}");
 }
 
 /// JavaScript and Python have no classes in classes, and no operators between them.
