@@ -297,7 +297,8 @@ impl ValueScanner {
         let is_foreign = match &tag.kind {
             TagKind::ToolCall => return !tag.is_exact,
             TagKind::Parameter(name) => {
-                !tag.is_name && !has_word(text, "parameter") && !(follows_end && call.lacks_name(name))
+                let is_next = follows_end && call.lacks_name(name);
+                !is_next && !tag.is_name && !has_word(text, "parameter")
             }
             TagKind::EndParameter => !tag.is_name && self.misspelt > 0 && !has_word(text, "/parameter"),
             _ => false,
