@@ -1,8 +1,12 @@
-//! The ranges of `format`s such as `int32`.
+//! The ranges of integers, also of `format`s such as `int32`.
 
-use super::json_schema::MAX_INTEGER;
 use crate::schema::TypeSet;
 use serde_json::{Map, Value};
+
+/// Largest absolute value of an integer for which the schema sets no bounds. Many JSON readers only hold 64 bits, and
+/// without a bound a model could write digits until its token limit. This is also the largest bound that can be
+/// compiled for a number that is not an integer.
+pub const MAX_INTEGER: f64 = 1e18;
 
 /// The integers of a format such as `int32` or `uint8`, as generators of C#, Rust and OpenAPI write them.
 /// `None` for another format.

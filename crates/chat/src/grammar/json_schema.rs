@@ -6,7 +6,7 @@ use super::{
     disjoint, equivalents,
     expressions::{LengthChecker, MAX_LENGTH, can_enforce},
     format::FormatError,
-    integer_formats,
+    integer_formats::{self, MAX_INTEGER},
     look_ahead::{LookAheads, literal_classes},
     schema_references::{self, subschemas},
 };
@@ -28,10 +28,6 @@ const MAX_DEPTH: usize = 64;
 /// could write white space up to its token limit.
 const WHITESPACE: &str = r" |\n[ \t]{0,40}";
 
-/// Largest absolute value of an integer for which the schema sets no bounds. Many JSON readers only hold 64 bits, and
-/// without a bound a model could write digits until its token limit. This is also the largest bound that can be
-/// compiled for a number that is not an integer.
-pub const MAX_INTEGER: f64 = 1e18;
 /// Largest bound that can be compiled for an integer.
 const MAX_INTEGER_BOUND: f64 = 9e18;
 
