@@ -109,7 +109,7 @@ impl ExpertStore {
     fn find_slot(&self, state: &mut StoreState, key: ExpertKey) -> Option<SlotId> {
         let slot = state.slots.find(key)?;
         if state.slots.state(slot) == SlotState::Failed && state.slots.pins(slot) == 0 {
-            self.log_prefetch_error(state, slot);
+            self.log_earlier_error(state, slot);
             state.slots.vacate(slot);
             return None;
         }
@@ -155,14 +155,15 @@ impl ExpertStore {
     /// Frees the slots of prefetches that failed.
     fn release_failed_prefetches(&self, state: &mut StoreState) {
         while let Some(slot) = state.prefetcher.take_first(|slot| state.slots.state(slot) == SlotState::Failed) {
-            self.log_prefetch_error(state, slot);
+            self.log_earlier_error(state, slot);
             state.slots.unpin(slot, SyncPoint::START, &state.scores);
         }
     }
 
-    fn log_prefetch_error(&self, state: &StoreState, slot: SlotId) {
+    /// Logs the error of a read that fails no fetch.
+    fn log_earlier_error(&self, state: &StoreState, slot: SlotId) {
         let error = self.read_error(state, slot);
-        tracing::warn!(%error, "cannot prefetch an expert");
+        tracing::warn!(%error, "a read of an expert failed; the expert is read again when it is needed");
     }
 
     /// The pieces of a ready expert. The expert's slot stays pinned while the result is borrowed.
@@ -301,7 +302,7 @@ impl ExpertFetch<'_> {
             if !is_readable {
                 store.reader.expedite(slot);
             }
-            in_slots.push(PendingExpert { slot, ..wanted.clone() });
+            in_slots.push(PendingExpert { slot, is_earlier_read: !is_readable, ..wanted.clone() });
             false
         });
         hit.inc_by(hits);
@@ -356,7 +357,7 @@ impl ExpertFetch<'_> {
         let layer = self.layer;
         let PendingExperts { in_slots, batch, unverified, .. } = &mut self.pending;
         let mut failed = None;
-        in_slots.retain(|expert| match state.slots.state(expert.slot) {
+        in_slots.retain_mut(|expert| match state.slots.state(expert.slot) {
             SlotState::Ready => {
                 batch.push(expert.clone());
                 false
@@ -368,6 +369,15 @@ impl ExpertFetch<'_> {
                 false
             }
             SlotState::Damaged => {
+                expert.is_earlier_read = false;
+                if let Some(key) = store.key(layer, expert.expert) {
+                    store.start_read(state, key, expert.slot, ReadReason::Demand);
+                }
+                true
+            }
+            // The read began before this fetch. The disk may work again.
+            SlotState::Failed if std::mem::take(&mut expert.is_earlier_read) => {
+                store.log_earlier_error(state, expert.slot);
                 if let Some(key) = store.key(layer, expert.expert) {
                     store.start_read(state, key, expert.slot, ReadReason::Demand);
                 }

@@ -11,6 +11,8 @@ pub(super) struct PendingExpert {
     pub assignments: Range<usize>,
     /// Valid once the expert has a slot.
     pub slot: SlotId,
+    /// True while the read into the slot is one that this fetch did not queue.
+    pub is_earlier_read: bool,
 }
 
 /// The distinct experts of one fetch, in one list per stage. The next fetch reuses the lists, so that no memory is
@@ -48,7 +50,12 @@ impl PendingExperts {
             let expert = same.first().map_or(0, |&assignment| id(assignment));
             let assignments = first..first + same.len();
             first = assignments.end;
-            self.waiting.push_back(PendingExpert { expert, assignments, slot: SlotId(u32::MAX) });
+            self.waiting.push_back(PendingExpert {
+                expert,
+                assignments,
+                slot: SlotId(u32::MAX),
+                is_earlier_read: false,
+            });
         }
     }
 }

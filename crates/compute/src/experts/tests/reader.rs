@@ -3,7 +3,10 @@
 use super::*;
 use moestro_base::platform::MAX_BLOCK;
 use parking_lot::{Condvar, Mutex};
-use std::io;
+use std::{
+    io,
+    sync::atomic::{AtomicU64, Ordering},
+};
 
 const SLOT: usize = 16 << 10;
 
@@ -12,14 +15,19 @@ fn layout(slots: usize) -> SlotLayout {
 }
 
 /// Blocks reads until the test allows them to end.
-#[derive(Default)]
 pub(super) struct ReadPermits {
     /// Offsets of the reads that have begun, and the number of reads that may end.
     state: Mutex<(Vec<u64>, usize)>,
     changed: Condvar,
+    /// Reads that begin now at this offset or higher will fail.
+    pub(super) broken_from: AtomicU64,
 }
 
 impl ReadPermits {
+    pub(super) fn new(broken_from: u64) -> Arc<Self> {
+        Arc::new(Self { state: Mutex::default(), changed: Condvar::new(), broken_from: broken_from.into() })
+    }
+
     pub(super) fn allow(&self, reads: usize) {
         self.state.lock().1 += reads;
         self.changed.notify_all();
@@ -36,14 +44,14 @@ impl ReadPermits {
     }
 }
 
-/// A source in which each byte is the number of its page. Reads at offset `broken_from` or higher fail.
+/// A source in which each byte is the number of its page.
 pub(super) struct BlockingSource {
     pub(super) permits: Arc<ReadPermits>,
-    pub(super) broken_from: u64,
 }
 
 impl ExpertSource for BlockingSource {
     fn read(&self, _: u32, offset: u64, into: &mut [u8]) -> io::Result<usize> {
+        let is_broken = offset >= self.permits.broken_from.load(Ordering::Relaxed);
         let mut state = self.permits.state.lock();
         state.0.push(offset);
         self.permits.changed.notify_all();
@@ -51,7 +59,7 @@ impl ExpertSource for BlockingSource {
             self.permits.changed.wait(&mut state);
         }
         state.1 -= 1;
-        if offset >= self.broken_from {
+        if is_broken {
             return Err(io::Error::other("broken"));
         }
         into.fill((offset / 4096) as u8);
@@ -80,10 +88,10 @@ struct TestPool {
 }
 
 fn pool(threads: usize) -> TestPool {
-    let permits = Arc::<ReadPermits>::default();
+    let permits = ReadPermits::new(100 * 4096);
     let slab = Arc::new(Slab::new(8 * SLOT).unwrap());
     let states = SlotTable::new(8, 8).states().clone();
-    let source = Box::new(BlockingSource { permits: permits.clone(), broken_from: 100 * 4096 });
+    let source = Box::new(BlockingSource { permits: permits.clone() });
     let metrics = Metrics::new("0", "cpu");
     let reader = ExpertReader::new(source, slab.clone(), states.clone(), layout(8), threads, metrics.clone()).unwrap();
     TestPool { reader, states, permits, slab, metrics }

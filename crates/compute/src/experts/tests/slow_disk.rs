@@ -1,4 +1,4 @@
-//! Tests which prefetches are cancelled or kept, with a source whose reads block until the test allows them.
+//! Tests which reads are cancelled, kept or repeated, with a source whose reads block until the test allows them.
 
 use super::{
     reader::{BlockingSource, ReadPermits},
@@ -9,7 +9,10 @@ use crate::{
     experts::{ExpertFetch, ExpertMap, ExpertStore, Options, PIECES, PassSize, Piece, Prefetch},
 };
 use moestro_base::metrics::Metrics;
-use std::{ops::Deref, sync::Arc};
+use std::{
+    ops::Deref,
+    sync::{Arc, atomic::Ordering},
+};
 
 const EXPERTS: u32 = 20;
 
@@ -32,13 +35,13 @@ impl Drop for AllowOnDrop {
 
 /// A store with two layers of 20 experts, 16 slots and one reader thread. Expert `n` of layer `l` is page `20 * l + n`.
 fn store() -> (ExpertStore, AllowOnDrop, Arc<Metrics>) {
-    let permits = Arc::<ReadPermits>::default();
+    let permits = ReadPermits::new(u64::MAX);
     let metrics = Metrics::new("0", "cpu");
     let piece = |page: u32, len| Piece { file: 0, offset: u64::from(page) * 4096, len };
     let expert = |page| std::array::from_fn::<_, PIECES, _>(|part| piece(page, if part == 0 { 64 } else { 0 }));
     let map = ExpertMap { layers: [0, EXPERTS].map(|first| (first..first + EXPERTS).map(expert).collect()).into() };
     let options = Options { prefetch: Prefetch::On, threads: 1, ..Options::new(16) };
-    let source = Box::new(BlockingSource { permits: permits.clone(), broken_from: u64::MAX });
+    let source = Box::new(BlockingSource { permits: permits.clone() });
     (ExpertStore::with_source(source, map, options, metrics.clone()).unwrap(), AllowOnDrop(permits), metrics)
 }
 
@@ -97,4 +100,35 @@ fn unused_running_prefetch_stays_in_memory() {
     let reads = drain(store.fetch(1, &row(&[0, 2]), PassSize::Small, &mut CpuTimeline).unwrap(), 1);
     assert_eq!((reads, pages(&permits, 2)), (2, vec![20, 22]));
     assert_eq!((metrics.lookups_decode_hit.get(), metrics.prefetches_used.get()), (1, 1));
+}
+
+/// A read that began before the fetch may have failed on a disk that works now.
+#[test]
+fn fetch_fails_for_its_own_reads_only() {
+    let (store, permits, metrics) = store();
+    let fetch = |layer, experts: &[u32]| store.fetch(layer, &row(experts), PassSize::Small, &mut CpuTimeline).unwrap();
+    let disk_works = |works| permits.broken_from.store(if works { u64::MAX } else { 0 }, Ordering::Relaxed);
+    // A fetch that fails leaves a read that has begun.
+    disk_works(false);
+    permits.allow(1);
+    assert!(fetch(0, &[0, 1]).next(&mut CpuTimeline).is_err());
+    assert_eq!(pages(&permits, 2), [0, 1]);
+    disk_works(true);
+    let next = fetch(0, &[1]);
+    permits.allow(2);
+    assert_eq!((drain(next, 0), pages(&permits, 3)), (1, vec![0, 1, 1]));
+    // A prefetch is repeated once.
+    for (expert, works) in [(3, false), (4, true)] {
+        disk_works(false);
+        let begun = permits.begun(0).len();
+        store.prefetch(1, &[expert], PassSize::Small);
+        permits.begun(begun + 1);
+        disk_works(works);
+        let mut next = fetch(1, &[expert]);
+        permits.allow(2);
+        assert_eq!(next.next(&mut CpuTimeline).is_ok(), works, "expert {expert}");
+        drop(next);
+        assert_eq!(permits.begun(0).len(), begun + 2);
+    }
+    assert_eq!(metrics.ssd_errors.get(), 5);
 }
