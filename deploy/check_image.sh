@@ -2,9 +2,10 @@
 # Starts an image and checks what it answers: check_image.sh IMAGE. Needs docker, or podman as DOCKER=podman.
 set -euo pipefail
 docker=${DOCKER:-docker}
-id=$($docker run --detach --publish 127.0.0.1:5413:5413 --env MOESTRO_API_KEY=secret "$1")
+id=$($docker run --detach --publish 127.0.0.1::5413 --env MOESTRO_API_KEY=secret "$1")
 trap '$docker rm --force "$id" >/dev/null' EXIT
-url=http://127.0.0.1:5413
+address=$($docker port "$id" 5413) || { $docker logs "$id"; exit 1; }
+url=http://$address
 for _ in $(seq 120); do curl -fs "$url/health" >/dev/null && break; sleep 1; done
 curl -fsS "$url/health" >/dev/null || { $docker logs "$id"; exit 1; }
 status() { curl -s -o /dev/null -w '%{http_code}' "$@"; }

@@ -125,7 +125,7 @@ try:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     home = work / "home"
     home.mkdir()
-    environment = {"HOME": str(home), "PATH": "/usr/bin:/bin", "TERM": "xterm", "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}"}
+    environment = {"HOME": str(home), "PATH": "/usr/bin:/bin", "TERM": "xterm", "MOESTRO_PORT": "0", "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}"}
     size = sum(size for size, _ in Hub.sums.values())
     begin = time.monotonic()
     status, pulled, parts = on_terminal([program, "pull", MODEL], environment)

@@ -38,14 +38,14 @@ fn wrong_value_names_file_or_variable() {
     let home = tempfile::tempdir().unwrap();
     write_settings(
         home.path(),
-        "temp = 0.5\nport = \"x\"\n\n[models.coder]\npath = \"org/name\"\nctx-size = \"many\"\n",
+        "temp = 0.5\nmax-queue = \"x\"\n\n[models.coder]\npath = \"org/name\"\nctx-size = \"many\"\n",
     );
     let text = output_of(home.path(), &[], &["config"]);
-    assert!(text.contains("moestro.toml, line 2: invalid value 'x' for port: it must"), "{text}");
-    let text = output_of(home.path(), &["MOESTRO_PORT=1"], &["config", "coder"]);
+    assert!(text.contains("moestro.toml, line 2: invalid value 'x' for max-queue: it must"), "{text}");
+    let text = output_of(home.path(), &["MOESTRO_MAX_QUEUE=1"], &["config", "coder"]);
     assert!(text.contains("moestro.toml, line 6: invalid value 'many' for ctx-size"), "{text}");
-    let text = output_of(home.path(), &["MOESTRO_PORT=y"], &["config"]);
-    assert!(text.contains("invalid value 'y' for the environment variable MOESTRO_PORT: it must"), "{text}");
+    let text = output_of(home.path(), &["MOESTRO_MAX_QUEUE=y"], &["config"]);
+    assert!(text.contains("invalid value 'y' for the environment variable MOESTRO_MAX_QUEUE: it must"), "{text}");
     let sound = tempfile::tempdir().unwrap();
     write_settings(sound.path(), "port = 80\n");
     let text = output_of(sound.path(), &["MOESTRO_THREADS="], &["config", "-c", "4096"]);

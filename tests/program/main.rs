@@ -15,6 +15,7 @@ mod idle;
 mod interrupted_pull;
 mod launch;
 mod mistakes;
+mod ports;
 #[path = "../support/process.rs"]
 mod process;
 #[path = "../support/program.rs"]

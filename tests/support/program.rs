@@ -4,10 +4,10 @@
 use std::{
     env,
     ffi::OsString,
-    net::TcpListener,
+    net::{TcpListener, UdpSocket},
     path::Path,
     process::{self, Command},
-    sync::atomic::{AtomicU16, Ordering},
+    sync::Mutex,
 };
 
 /// Path of the program.
@@ -24,21 +24,34 @@ pub fn moestro(home: &Path) -> Command {
 }
 
 /// Makes `command`, which runs the program or starts it, independent of the machine: its home directory is `home`, it
-/// uses the CPU, and it has no settings from the environment. Variables that `command` sets already are kept.
+/// uses the CPU, and it has no settings from the environment. Its default port is any free port: a server on Moestro's
+/// default port changes nothing. Variables that `command` sets already are kept.
 pub fn isolate(command: &mut Command, home: &Path) {
     let own = |(name, value): (&std::ffi::OsStr, Option<&std::ffi::OsStr>)| Some((name.to_owned(), value?.to_owned()));
     let own: Vec<(OsString, OsString)> = command.get_envs().filter_map(own).collect();
-    command.env_clear().env("HOME", home).env("MOESTRO_DEVICE", "cpu");
+    command.env_clear().env("HOME", home).env("MOESTRO_DEVICE", "cpu").env("MOESTRO_PORT", "0");
     command.envs(KEPT.iter().filter_map(|name| Some((name, env::var_os(name)?)))).envs(own);
 }
 
-/// A port that was free a moment ago. The system gives ports from 32768 on to clients, and to servers that ask for any port,
-/// so a port of that range may be in use before a test uses it.
+/// A TCP port that no server has. As long as this process runs, it has the UDP port of the same number, which no server
+/// uses, so that this function and `free_port.py` return the port to no other test and to no other process. The system
+/// gives ports from 32768 on to clients, and to servers that ask for any port, so a port of that range may be in use
+/// before a test uses it.
 pub fn free_port() -> u16 {
-    static NEXT: AtomicU16 = AtomicU16::new(0);
-    let first = (process::id() % 100 * 200) as u16;
-    let mut ports = (0..20_000).map(|_| 10_000 + (first + NEXT.fetch_add(1, Ordering::Relaxed)) % 20_000);
-    ports.find(|port| TcpListener::bind(("127.0.0.1", *port)).is_ok()).expect("a free port")
+    free_port_from(10_000 + (process::id() % 100 * 200) as u16)
+}
+
+/// Like [`free_port`], and looks at `first` first.
+pub fn free_port_from(first: u16) -> u16 {
+    static OWN: Mutex<Vec<UdpSocket>> = Mutex::new(Vec::new());
+    for port in (first..30_000).chain(10_000..first) {
+        let Ok(own) = UdpSocket::bind(("127.0.0.1", port)) else { continue };
+        if TcpListener::bind(("127.0.0.1", port)).is_ok() {
+            OWN.lock().unwrap().push(own);
+            return port;
+        }
+    }
+    panic!("no port is free");
 }
 
 /// `text` as one word of a shell.
