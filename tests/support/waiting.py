@@ -18,7 +18,7 @@ def wait_for(url):
 
     def is_answered():
         try:
-            return urllib.request.urlopen(url, timeout=60)
+            return urllib.request.urlopen(url, timeout=10)
         except OSError:
             return False
 

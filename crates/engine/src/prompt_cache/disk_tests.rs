@@ -268,12 +268,14 @@ fn disk_limit_is_enforced() {
         put(&first, &tokens(seed, 60 + seed as usize));
     }
     first.close();
-    assert!(first.metrics.prompt_cache_disk_writes.get() <= 20, "evicted snapshots are not written again");
+    let written = first.metrics.prompt_cache_disk_writes.get();
+    assert!(written <= 20, "evicted snapshots are not written again");
     let status = first.status().disk.unwrap();
     assert!(status.bytes <= 2500 && status.snapshots > 2, "{status:?}");
     assert_eq!(files(dir.path(), "state").len(), status.snapshots);
     assert_eq!(status.bytes, bytes_on_disk(dir.path()));
-    assert!(first.metrics.prompt_cache_evictions_disk.get() > 0);
+    // The time to write at the end is limited, so that a slow disk may get fewer snapshots than the limit allows.
+    assert!(written < 5 || first.metrics.prompt_cache_evictions_disk.get() > 0, "{written}");
     first.clear();
     assert!(files(dir.path(), "state").is_empty());
     assert_eq!(first.status().disk.unwrap().bytes, 0);
