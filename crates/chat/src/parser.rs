@@ -40,8 +40,8 @@
 //! * a parameter may have its name as its tag, `<NAME>` and `</NAME>`, also inside `<arguments>`, `<parameters>`,
 //!   `<params>`, `<input>` or `<args>`. Before another tag of the call, `</NAME>` also ends the value of
 //!   `<parameter=NAME>`, unless it closes a `<NAME>` in the value;
-//! * the arguments may be one JSON object instead of parameters, also in a Markdown fence or in
-//!   `<parameter=arguments>`: see `parser/json_call.rs`;
+//! * the arguments may be one JSON object instead of parameters, also in a Markdown fence, in `<parameter=arguments>` or
+//!   in the JSON of the whole call: see `parser/json_call.rs`;
 //! * a call without an end tag is closed when the model ends the answer. Its arguments are the arguments so far. An
 //!   incomplete tag after a complete value is markup and is dropped, also after a number or another value that is no
 //!   string. An incomplete value is kept, and becomes a string if it is not valid JSON;
@@ -68,7 +68,7 @@ use crate::grammar::ExactCalls;
 use argument::{PendingArgument, PendingCall, call_id};
 use declared::{Tools, is_name};
 pub use delta::Delta;
-use json_call::{JsonAt, JsonCall, JsonScanner};
+use json_call::{JsonAt, JsonCall, JsonScanner, wrapped_arguments};
 use prose::{Found, Mark, Prose};
 use serde_json::Value;
 use start::CallFinder;
@@ -450,7 +450,8 @@ impl Parser {
         let start = self.buffer.len() - text.len();
         match self.scanner.object(self.before + start, &self.buffer[start..], end) {
             JsonAt::Found((json, length)) if skip == 0 || self.call.has_all(&json) => {
-                self.arguments(json);
+                let PendingCall { name, parameters, .. } = &self.call;
+                self.arguments(wrapped_arguments(&json, name, parameters, &self.tools).unwrap_or(json));
                 self.at = start + length;
                 Some(self.to(ParserState::Closing { in_call: true }))
             }

@@ -3,7 +3,7 @@
 use super::{
     argument::PendingCall,
     declared::Tools,
-    tags::{MAX_NAME, Tag, TagAt, TagKind, after_gap, found, own_tag, tag_at},
+    tags::{MAX_NAME, Tag, TagAt, TagKind, after_gap, found, found_name, own_tag, tag_at},
 };
 
 impl Tools {
@@ -89,8 +89,7 @@ fn header_with_value(text: &str) -> Option<(&str, usize)> {
 /// `</NAME>` of the tool or of a tag around all arguments.
 pub(super) fn named_tag(text: &str, call: &PendingCall) -> TagAt {
     if let Some(only) = call.only_parameter().filter(|_| text.starts_with("<parameter>")) {
-        let kind = TagKind::Parameter(only.clone());
-        return TagAt::Found(Tag { kind, length: "<parameter>".len(), is_exact: true, is_name: true });
+        return found_name(TagKind::Parameter(only.clone()), "<parameter>".len());
     }
     let closes = text.starts_with("</");
     let mut is_half = false;

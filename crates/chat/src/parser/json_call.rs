@@ -8,6 +8,7 @@ use super::{
 use crate::json_repair;
 use serde::de::IgnoredAny;
 use serde_json::{Deserializer, Value};
+use std::collections::BTreeSet;
 
 /// The names of arguments, as JSON.
 const ARGUMENTS: [&str; 3] = ["\"arguments\"", "\"parameters\"", "\"input\""];
@@ -159,6 +160,24 @@ fn read_call(json: &str, tools: &Tools) -> Option<JsonCall> {
         None => "{}".into(),
     };
     Some(JsonCall { name: name(&members, tools)?, arguments })
+}
+
+/// The arguments in `json` if it is a whole call of the tool `name`: only members of a call, and none of `parameters`,
+/// those of the tool.
+pub(super) fn wrapped_arguments(
+    json: &str,
+    name: &str,
+    parameters: &BTreeSet<String>,
+    tools: &Tools,
+) -> Option<String> {
+    let members = parts(json).0;
+    let is_of_call = |key: &&str| {
+        let is_named = ["\"id\"", "\"type\"", "\"name\"", "\"function\""].contains(key) || ARGUMENTS.contains(key);
+        is_named && !parameters.contains(key.trim_matches('"'))
+    };
+    let is_whole = members.len() >= 4 && members.iter().step_by(2).all(is_of_call);
+    let whole = calls(json, tools).filter(|_| is_whole)?.pop();
+    whole.filter(|whole| whole.name == name).map(|whole| whole.arguments)
 }
 
 /// The name of a known tool.

@@ -134,7 +134,7 @@ pub(super) fn has_word(text: &str, word: &str) -> bool {
     text.get(1..=word.len()).is_some_and(|start| start.eq_ignore_ascii_case(word) && is_end(&text[1 + word.len()..]))
 }
 
-/// What a word in a tag means.
+/// Meaning of a word in a tag.
 #[derive(Clone, Copy)]
 enum Word {
     ToolCall,
@@ -176,6 +176,11 @@ pub(super) fn found(kind: TagKind, length: usize, is_exact: bool) -> TagAt {
     TagAt::Found(Tag { kind, length, is_exact, is_name: false })
 }
 
+/// A tag that is the name of a parameter.
+pub(super) fn found_name(kind: TagKind, length: usize) -> TagAt {
+    TagAt::Found(Tag { kind, length, is_exact: true, is_name: true })
+}
+
 /// Reads the rest of `<function=NAME>` or `<parameter=NAME>` after the word, which ends at `word`.
 fn header(after: &str, word: usize, kind: fn(String) -> TagKind, is_plain: bool) -> TagAt {
     let is_parameter = matches!(kind(String::new()), TagKind::Parameter(_));
@@ -192,7 +197,8 @@ fn header(after: &str, word: usize, kind: fn(String) -> TagKind, is_plain: bool)
     let value = if is_attribute { inner["name".len()..].trim_start() } else { inner };
     let Some(name) = value.strip_prefix('=') else { return TagAt::Other };
     let name = name.trim();
-    let quoted = ['"', '\''].iter().find_map(|&mark| name.strip_prefix(mark)?.strip_suffix(mark));
+    let marks = [('"', '"'), ('\'', '\''), ('“', '”'), ('‘', '’')];
+    let quoted = marks.into_iter().find_map(|(open, close)| name.strip_prefix(open)?.strip_suffix(close));
     let quoted = quoted.filter(|name| !is_attribute || !name.contains(['"', '\'']));
     let name = quoted.unwrap_or(name).trim();
     // Models also close the tag of a call without parameters at once.
@@ -268,8 +274,8 @@ pub(super) fn own_tag(text: &str, name: &str) -> TagAt {
     let length = text.len() - after.len();
     match after.chars().next() {
         None => TagAt::Unfinished,
-        Some('>') => TagAt::Found(Tag { kind, length: length + 1, is_exact: true, is_name: true }),
-        Some(c) if !closes && c.is_whitespace() => TagAt::Found(Tag { kind, length, is_exact: true, is_name: true }),
+        Some('>') => found_name(kind, length + 1),
+        Some(c) if !closes && c.is_whitespace() => found_name(kind, length),
         Some(_) => TagAt::Other,
     }
 }

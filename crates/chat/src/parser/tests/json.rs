@@ -44,12 +44,26 @@ fn json_between_tags_is_call() {
         "<function=f>\n{\"n\": 1}\n</function>",
         "<function=f>{\"n\": 1}</function>",
         "<function>\n{\"name\": \"f\", \"arguments\": {\"n\": 1}}\n</function>",
+        "<tool_call>\n<function=f>\n{\"name\": \"f\", \"arguments\": {\"n\": 1}}\n</function>\n</tool_call>",
         "<tool_call>\n{\"function=f\", \"arguments\": {\"n\": 1}}\n</tool_call>",
     ] {
         let (content, calls) = answer(parse(false, text));
         assert_eq!((content.as_str(), calls), ("", vec![("f".to_owned(), json!({"n": 1}))]), "{text}");
         let thought = parse(true, &format!("so\n{text}\n</think>\n\nhi"));
         assert_eq!((&thought[0], &thought[1]), (&"R so".to_owned(), &"0 f".to_owned()), "{text}");
+    }
+}
+
+#[test]
+fn arguments_that_resemble_a_call_stay_whole() {
+    for json in [
+        r#"{"name": "f", "arguments": {"n": 1}, "s": "a"}"#,
+        r#"{"name": "f", "arguments": {"n": 1}, "why": "a"}"#,
+        r#"{"name": "g", "arguments": {"n": 1}}"#,
+        r#"{"input": {"n": 1}}"#,
+    ] {
+        let text = format!("<tool_call>\n<function=f>\n{json}\n</function>\n</tool_call>");
+        assert_eq!(parse(false, &text), ["0 f".to_owned(), format!("0 {json}")]);
     }
 }
 
@@ -215,6 +229,9 @@ fn broken_json_calls_have_expected_arguments() {
             let body = match dice.below(4) {
                 0 => format!("[{}]", calls.join(", ")),
                 1 => calls.join(",\n"),
+                _ if calls.len() == 1 && close == "\n</tool_call>\n" && dice.below(2) == 0 => {
+                    format!("<function={}>\n{}\n</function>", expected[expected.len() - 1].0, calls[0])
+                }
                 _ => calls.join("\n"),
             };
             let body = if close.contains("tool") && !close.starts_with('}') && dice.below(6) == 0 {

@@ -95,6 +95,7 @@ fn write_parameter(
         _ if is_plain => writeln!(text, "<parameter={name}>"),
         2 => write!(text, "<parameter name=\"{name}\">{after}"),
         3 => writeln!(text, "<parameter={name}"),
+        6 => write!(text, "<parameter name=“{name}”>{after}"),
         // On the line of a value, their quotation marks could close one of the value.
         4 if text.ends_with('\n') => write!(text, "<parameter name=\"{name}\" string=\"true\">{after}"),
         5 if text.ends_with('\n') => write!(text, "<parameter={name} type='string' x-y=\"a b\">{after}"),
@@ -139,6 +140,7 @@ fn write_call(
     let _ = match dice.below(8) {
         0 => writeln!(text, "<function=\"{name}\">"),
         1 => write!(text, "<function={name}>\n<function={name}>\n"),
+        3 => writeln!(text, "<function=“{name}”>"),
         2 => writeln!(text, "<function={name}"),
         _ => writeln!(text, "<function={name}>"),
     };
