@@ -68,7 +68,8 @@ fn decode_allocations_stay_within_bounds() {
     println!("allocations and bytes a token, {layers} layers, logits of {logits} bytes: {at:?}");
     assert!(at[0].0 <= MAX_PER_LAYER * layers, "{at:?}");
     for later in &at[1..] {
-        // The numbers may differ slightly, because tokens use different experts.
-        assert!(later.0 <= at[0].0 + layers && later.1 <= at[0].1 + at[0].1 / 50, "{at:?}");
+        // The numbers may differ slightly, because tokens use different experts and threads make queues for messages.
+        // Four bytes for each position of the context would be 2,144 bytes more.
+        assert!(later.0 <= at[0].0 + layers && later.1 <= at[0].1 + 256, "{at:?}");
     }
 }
