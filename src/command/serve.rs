@@ -286,3 +286,19 @@ impl StopSignals {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use moestro_compute::device::DeviceError;
+
+    #[test]
+    fn failed_allocation_means_out_of_memory() {
+        let why = || "cannot allocate 1 bytes".to_owned();
+        for (error, reason) in
+            [(DeviceError::Memory(why()), "out_of_memory"), (DeviceError::Failed(why()), "model_load_failed")]
+        {
+            assert_eq!(failure_reason(&CommandError::Model(ModelError::from(error))), reason);
+        }
+    }
+}

@@ -37,7 +37,7 @@ pub fn run(args: &cli::tool_args::DoctorArgs, version: &str) -> Result<(), Comma
     if let Some(dir) = &args.print_kernels {
         return kernel_files::write(dir);
     }
-    let gpu = open(args.any_gpu).map_err(|error| error.0).and_then(|gpu| gpu.ok_or_else(|| NO_GPU.into()));
+    let gpu = open(args.any_gpu).map_err(|error| error.to_string()).and_then(|gpu| gpu.ok_or_else(|| NO_GPU.into()));
     let devices = reference_devices(gpu.is_ok(), open_candle_gpu);
     let mut report = examine(gpu, &devices)?;
     report.machine.version = version.into();

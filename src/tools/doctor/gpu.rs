@@ -80,6 +80,7 @@ pub fn recover(mut gpu: CommandQueue<impl Driver>) -> Option<Finding> {
 }
 
 fn finding(name: &str, outcome: Result<bool, DeviceError>) -> Finding {
-    let outcome = outcome.map(|right| (if right { 0.0 } else { f64::INFINITY }, 0.0)).map_err(|error| error.0);
+    let outcome =
+        outcome.map(|right| (if right { 0.0 } else { f64::INFINITY }, 0.0)).map_err(|error| error.to_string());
     Finding::new(name.into(), outcome)
 }

@@ -8,8 +8,13 @@ pub const GPU_INTERACTIVITY_REMEDY: &str =
 
 /// An error of a device call. Contains the driver's message if the driver gave a message.
 #[derive(Debug, Clone, thiserror::Error)]
-#[error("{0}")]
-pub struct DeviceError(pub String);
+pub enum DeviceError {
+    /// Memory could not be allocated.
+    #[error("{0}")]
+    Memory(String),
+    #[error("{0}")]
+    Failed(String),
+}
 
 /// Appends a cause and a remedy to the driver's message if the message is about GPU interactivity.
 #[cfg(any(target_os = "macos", test))]
@@ -22,7 +27,7 @@ pub(super) fn explain(message: String) -> String {
 
 /// Returns an error with this message.
 pub(super) fn fail<T>(why: impl Into<String>) -> Result<T, DeviceError> {
-    Err(DeviceError(why.into()))
+    Err(DeviceError::Failed(why.into()))
 }
 
 #[cfg(test)]

@@ -122,17 +122,17 @@ impl<P> CompiledKernels<P> {
     /// The kernel does not exist or did not compile.
     pub fn pipeline(&self, kernel: &str) -> Result<&P, DeviceError> {
         self.pipelines.get(kernel).ok_or_else(|| match self.refused.iter().find(|(what, _)| what == kernel) {
-            Some((_, why)) => DeviceError(format!("kernel {kernel}: {why}")),
+            Some((_, why)) => DeviceError::Failed(format!("kernel {kernel}: {why}")),
             None => {
                 let refused: Vec<&str> = self.refused.iter().map(|(what, _)| what.as_str()).collect();
-                DeviceError(format!("there is no kernel {kernel}; did not compile: [{}]", refused.join(", ")))
+                DeviceError::Failed(format!("there is no kernel {kernel}; did not compile: [{}]", refused.join(", ")))
             }
         })
     }
 
     /// The name of each kernel, and of each file that did not compile, with the error if there is one.
     pub fn outcomes(&self) -> Vec<(String, Option<DeviceError>)> {
-        let refused = self.refused.iter().map(|(what, log)| (what.clone(), Some(DeviceError(log.clone()))));
+        let refused = self.refused.iter().map(|(what, log)| (what.clone(), Some(DeviceError::Failed(log.clone()))));
         refused.chain(self.pipelines.keys().map(|kernel| (kernel.clone(), None))).collect()
     }
 }
@@ -259,7 +259,7 @@ mod tests {
             })
         };
         assert!(unused(false).has_tiles && !unused(true).has_tiles);
-        assert!(unused(false).pipeline("attention_decode_tiles").unwrap_err().0.contains("no registers"));
+        assert!(unused(false).pipeline("attention_decode_tiles").unwrap_err().to_string().contains("no registers"));
         assert!(unused(false).pipeline("router").is_ok() && unused(false).pipeline("none").is_err());
     }
 }

@@ -132,7 +132,7 @@ impl Metal {
         }
         if require_features && !device.as_ref().supportsFamily(MTLGPUFamily::Apple7) {
             let name = device.as_ref().name();
-            return Err(DeviceError(format!(
+            return Err(DeviceError::Failed(format!(
                 "{name} is older than M1 or belongs to a virtual machine: it does not support simdgroup reductions"
             )));
         }
@@ -216,7 +216,8 @@ impl Driver for Metal {
         autoreleasepool(|_| {
             // Metal fills a new buffer with zeros.
             let buffer = self.device.new_buffer(bytes.max(16), RESOURCE_OPTIONS);
-            let buffer = buffer.map_err(|error| DeviceError(format!("cannot allocate {bytes} bytes: {error}")))?;
+            let buffer =
+                buffer.map_err(|error| DeviceError::Memory(format!("cannot allocate {bytes} bytes: {error}")))?;
             self.add_buffer(number, buffer, None);
             Ok(())
         })

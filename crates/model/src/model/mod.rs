@@ -263,6 +263,9 @@ pub trait Model: HiddenStates + Send + 'static {
 
 impl From<DeviceError> for ModelError {
     fn from(error: DeviceError) -> Self {
-        ModelError::Device(error.to_string())
+        match error {
+            DeviceError::Memory(why) => ModelError::Memory(why),
+            DeviceError::Failed(why) => ModelError::Device(why),
+        }
     }
 }

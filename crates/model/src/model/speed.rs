@@ -66,7 +66,8 @@ pub fn decode_rate(
     let at_once = at_once.max(1);
     let calls = (memory / size / at_once).max(1);
     let len = calls * at_once * size;
-    let mut slab = Slab::new(len).map_err(|error| StoreError::Other(format!("cannot measure the kernels: {error}")))?;
+    let mut slab =
+        Slab::new(len).map_err(|error| StoreError::Memory(format!("cannot measure the kernels: {error}")))?;
     compute.threads.run_pieces(slab.as_mut_slice(), 1 << 20, &|_, piece| piece.fill(FILL));
     let slab = Arc::new(slab);
 
@@ -117,7 +118,7 @@ pub fn matrix_rate(backend: &mut dyn Backend, memory: usize, budget: Duration) -
     let row: usize = codes.row_bytes(COLS).iter().sum();
     let rows = (memory.min(backend.max_buffer_len()) / row / 16 * 16).max(16);
     let mut slab =
-        Slab::new(rows * row).map_err(|error| StoreError::Other(format!("cannot measure the matrix: {error}")))?;
+        Slab::new(rows * row).map_err(|error| StoreError::Memory(format!("cannot measure the matrix: {error}")))?;
     slab.as_mut_slice().fill(FILL);
     let bytes = backend.adopt(&Arc::new(slab), 0..rows * row)?;
     backend.mark_loaded(bytes, 0)?;

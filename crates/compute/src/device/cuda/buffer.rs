@@ -40,7 +40,7 @@ impl DeviceBuffer {
         // SAFETY: `drop` frees the memory once.
         let pointer = unsafe { result::malloc_sync(bytes.max(16)) };
         let pointer = pointer.map_err(|error| {
-            DeviceError(format!("cannot allocate {bytes} bytes of GPU memory: {}", cuda_error(error)))
+            DeviceError::Memory(format!("cannot allocate {bytes} bytes of GPU memory: {}", cuda_error(error)))
         })?;
         Ok(Self { pointer, source: None })
     }

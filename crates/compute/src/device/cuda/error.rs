@@ -6,5 +6,5 @@ use cudarc::driver::result::DriverError;
 /// Converts a CUDA driver error to a [`DeviceError`] with CUDA's description.
 pub fn cuda_error(error: DriverError) -> DeviceError {
     let text = error.error_string().ok().and_then(|text| text.to_str().ok());
-    DeviceError(text.map_or_else(|| format!("CUDA error {:?}", error.0), |text| format!("CUDA: {text}")))
+    DeviceError::Failed(text.map_or_else(|| format!("CUDA error {:?}", error.0), |text| format!("CUDA: {text}")))
 }

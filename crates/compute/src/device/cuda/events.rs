@@ -65,7 +65,7 @@ impl EventTimeline {
 
     /// Records the first failure and ignores later failures. Values after a failure are never signalled.
     pub fn set_failure(&self, error: DriverError) {
-        self.failure.borrow_mut().get_or_insert_with(|| cuda_error(error).0);
+        self.failure.borrow_mut().get_or_insert_with(|| cuda_error(error).to_string());
     }
 
     /// The first failure.

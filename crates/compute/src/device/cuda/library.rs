@@ -89,21 +89,21 @@ impl CudaLibrary {
     /// there is one.
     pub fn all(&mut self) -> Vec<(String, Option<DeviceError>)> {
         let each = |(name, kernel): (&String, &Result<CudaKernel, String>)| {
-            (name.clone(), kernel.as_ref().err().cloned().map(DeviceError))
+            (name.clone(), kernel.as_ref().err().cloned().map(DeviceError::Failed))
         };
         let mut all: Vec<_> = self.kernels().iter().map(each).collect();
-        all.extend(self.refused.iter().map(|(file, log)| (file.clone(), Some(DeviceError(log.clone())))));
+        all.extend(self.refused.iter().map(|(file, log)| (file.clone(), Some(DeviceError::Failed(log.clone())))));
         all
     }
 
     pub fn kernel(&mut self, name: &str) -> Result<CudaKernel, DeviceError> {
         match self.kernels().get(name) {
             Some(Ok(kernel)) => Ok(*kernel),
-            Some(Err(error)) => Err(DeviceError(error.clone())),
+            Some(Err(error)) => Err(DeviceError::Failed(error.clone())),
             None => {
                 let files: Vec<&str> = self.refused.iter().map(|(file, _)| file.as_str()).collect();
                 let files = files.join(", ");
-                Err(DeviceError(format!("there is no kernel {name}; files that did not compile: [{files}]")))
+                Err(DeviceError::Failed(format!("there is no kernel {name}; files that did not compile: [{files}]")))
             }
         }
     }

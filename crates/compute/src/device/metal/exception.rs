@@ -7,6 +7,6 @@ use std::panic::AssertUnwindSafe;
 pub fn catch_exception<R>(work: impl FnOnce() -> R) -> Result<R, DeviceError> {
     objc2::exception::catch(AssertUnwindSafe(work)).map_err(|exception| {
         let what = exception.map_or_else(|| "no description".into(), |exception| exception.to_string());
-        DeviceError(format!("Metal has thrown an exception: {what}"))
+        DeviceError::Failed(format!("Metal has thrown an exception: {what}"))
     })
 }

@@ -54,7 +54,7 @@ impl MetalLibrary {
                 let source = kernels::metal_source(text, tiles);
                 let source = if has_precise_exp { kernels::with_precise_exp(&source) } else { source };
                 let compiled = catch_exception(|| autoreleasepool(|_| compile_file(device, &source)));
-                compiled.unwrap_or_else(|thrown| Err(thrown.0))
+                compiled.unwrap_or_else(|thrown| Err(thrown.to_string()))
             })
         })
     }
@@ -81,8 +81,8 @@ impl MetalLibrary {
             None => {
                 let source = NSString::from_str(kernels::METAL_FAULT);
                 let library = self.device.as_ref().newLibraryWithSource_options_error(&source, None);
-                let library = library.map_err(|error| DeviceError(message(&error)))?;
-                create(&self.device, &library, &NSString::from_str("fault")).map_err(DeviceError)?
+                let library = library.map_err(|error| DeviceError::Failed(message(&error)))?;
+                create(&self.device, &library, &NSString::from_str("fault")).map_err(DeviceError::Failed)?
             }
         };
         Ok(self.fault.insert(pipeline))

@@ -72,7 +72,7 @@ impl Timeline for LateDevice<'_> {
 
     fn wait_for(&mut self, point: SyncPoint) -> Result<(), DeviceError> {
         if self.is_broken {
-            return Err(DeviceError("lost".into()));
+            return Err(DeviceError::Failed("lost".into()));
         }
         self.waits += 1;
         self.work_until(point.0 as usize);

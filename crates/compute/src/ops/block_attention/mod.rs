@@ -144,7 +144,7 @@ impl BlockAttention<'_> {
         let positions = self.cache.capacity;
         if positions < tokens + self.indexer.ratio {
             let why = format!("a ring of {positions} positions is too short for {tokens} tokens of an indexer");
-            return Err(DeviceError(why));
+            return Err(DeviceError::Failed(why));
         }
         Ok(())
     }

@@ -115,7 +115,7 @@ impl<D: Driver> KernelCheck<'_, D> {
         if let Err(error) = done.and(self.gpu.wait_for(point))
             && let Some(refused) = ran.pop()
         {
-            self.found.insert(refused.into(), Err(error.0));
+            self.found.insert(refused.into(), Err(error.to_string()));
             let _ = self.gpu.wait_for(point);
             ran.clear();
         }

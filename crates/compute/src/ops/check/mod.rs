@@ -79,7 +79,7 @@ pub fn kernels_of<D: Driver>(
     let mut found: BTreeMap<String, Outcome> = BTreeMap::new();
     for (name, error) in gpu.driver.compile() {
         if let Some(error) = error {
-            found.insert(name, Err(error.0));
+            found.insert(name, Err(error.to_string()));
         }
     }
     for (what, part) in cases::parts().into_iter().filter(|(name, _)| is_wanted(name)) {
@@ -93,7 +93,7 @@ pub fn kernels_of<D: Driver>(
             found: &mut found,
         };
         if let Err(error) = part(&mut bench) {
-            bench.found.insert(format!("({what})"), Err(error.0));
+            bench.found.insert(format!("({what})"), Err(error.to_string()));
         }
         gpu = bench.gpu.into_queue();
     }

@@ -19,7 +19,7 @@ impl Default for CpuMemory {
 }
 
 pub(in crate::ops) fn refuse<T>(why: String) -> Result<T, DeviceError> {
-    Err(DeviceError(why))
+    Err(DeviceError::Failed(why))
 }
 
 impl CpuMemory {

@@ -191,7 +191,8 @@ impl Backend for Cpu {
     }
 
     fn allocate(&mut self, bytes: usize) -> Result<Region, DeviceError> {
-        let slab = Slab::new(bytes).map_err(|error| DeviceError(format!("cannot allocate {bytes} bytes: {error}")))?;
+        let slab =
+            Slab::new(bytes).map_err(|error| DeviceError::Memory(format!("cannot allocate {bytes} bytes: {error}")))?;
         self.adopt(&Arc::new(slab), 0..bytes)
     }
 

@@ -207,12 +207,12 @@ impl<D: Driver> GpuBackend<D> {
 
     /// Returns the error of an earlier launch, if no wait has reported it yet.
     fn check_failed(&self) -> Result<(), DeviceError> {
-        self.failed.clone().map_or(Ok(()), |why| Err(DeviceError(why)))
+        self.failed.clone().map_or(Ok(()), |why| Err(DeviceError::Failed(why)))
     }
 
     fn record<T>(&mut self, done: Result<T, DeviceError>) -> Result<T, DeviceError> {
         if let Err(error) = &done {
-            self.failed.get_or_insert_with(|| error.0.clone());
+            self.failed.get_or_insert_with(|| error.to_string());
             // The failed work may include uploads.
             self.uploaded.clear();
         }
@@ -555,7 +555,7 @@ impl<D: Driver> Timeline for GpuBackend<D> {
             self.uploaded.clear();
         }
         // An earlier launch's error is reported first.
-        self.failed.take().map_or(done, |why| Err(DeviceError(why)))
+        self.failed.take().map_or(done, |why| Err(DeviceError::Failed(why)))
     }
 
     fn begin_disk_wait(&mut self) -> Option<Duration> {

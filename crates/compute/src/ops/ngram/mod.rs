@@ -81,7 +81,9 @@ impl NgramInject<'_> {
     fn check_capacity(&self, tokens: usize) -> Result<(), DeviceError> {
         let InjectShape { conv_width, dilation, capacity, .. } = *self.shape;
         if tokens + (conv_width - 1) * dilation > capacity {
-            return Err(DeviceError(format!("a ring of {capacity} positions is too short for {tokens} tokens")));
+            return Err(DeviceError::Failed(format!(
+                "a ring of {capacity} positions is too short for {tokens} tokens"
+            )));
         }
         Ok(())
     }

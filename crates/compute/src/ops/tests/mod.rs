@@ -41,6 +41,14 @@ fn reserved_buffers_keep_numbers_in_any_order() {
     assert!(cpu.read(missing, &mut [0; 4]).is_err());
 }
 
+#[test]
+fn failed_allocation_is_an_error_of_memory() {
+    let mut cpu = Cpu::new(CpuDevice::new(1, CpuArithmetic::F32));
+    for bytes in [1 << 60, usize::MAX / 2] {
+        assert!(matches!(cpu.allocate(bytes), Err(DeviceError::Memory(_))), "{bytes} bytes");
+    }
+}
+
 /// A CPU backend whose buffers the tests fill.
 struct TestCpu {
     cpu: Cpu,

@@ -71,7 +71,7 @@ pub fn for_each_expert<E: Send, T: Send>(
     len: usize,
     work: impl Fn(usize, E, [&mut [u8]; 2]) -> Result<T, StoreError> + Sync,
 ) -> Result<Vec<T>, StoreError> {
-    let no_memory = |error| StoreError::Other(format!("cannot allocate buffers for two experts: {error}"));
+    let no_memory = |error| StoreError::Memory(format!("cannot allocate buffers for two experts: {error}"));
     let buffers = || Ok([Slab::new(len).map_err(no_memory)?, Slab::new(len).map_err(no_memory)?]);
     platform::run_jobs("pack", THREADS, experts.enumerate().collect(), buffers, |(index, expert), buffers| {
         work(index, expert, buffers.each_mut().map(Slab::as_mut_slice))

@@ -273,7 +273,7 @@ impl QwenState {
                 let list = &mut *free_arenas.lock();
                 list.free = allocate(config, &shape, pool, list.next, backend)?;
                 list.next = 1;
-                list.take().ok_or_else(|| DeviceError("no free state for another sequence".into()))?
+                list.take().ok_or_else(|| DeviceError::Failed("no free state for another sequence".into()))?
             }
         };
         let pages = Vec::new();
@@ -540,7 +540,7 @@ fn allocate(
             if ring > 0 {
                 recent = [backend.allocate(ring)?, backend.allocate(ring)?];
             }
-            let [keys, values] = *pages.next().ok_or_else(|| DeviceError("a layer has no KV pages".into()))?;
+            let [keys, values] = *pages.next().ok_or_else(|| DeviceError::Failed("a layer has no KV pages".into()))?;
             let block_keys = index_pages.next().copied().unwrap_or_default();
             let index = recent_keys.next().map_or_else(IndexCache::default, |ring| IndexCache {
                 keys: block_keys,

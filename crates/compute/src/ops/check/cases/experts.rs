@@ -61,7 +61,7 @@ fn slots(
     let segment = (PER_SEGMENT * stride).next_multiple_of(PAGE);
     let starts = (0..SLOTS).map(|slot| slot / PER_SEGMENT * segment + slot % PER_SEGMENT * stride);
     let len = segment + (SLOTS - PER_SEGMENT) * stride;
-    let mut slab = Slab::new(len).map_err(|error| DeviceError(error.to_string()))?;
+    let mut slab = Slab::new(len).map_err(|error| DeviceError::Failed(error.to_string()))?;
     for start in starts {
         for stack in &stacks {
             for (part, at) in b.random.parts(stack.codes, stack.rows, stack.cols).iter().zip(stack.at[0]) {

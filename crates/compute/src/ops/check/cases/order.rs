@@ -72,7 +72,7 @@ fn shared(b: &mut KernelCheck<'_, impl Driver>, weight: &Weight) -> Result<(), D
         parts.push(bytes);
     }
     let len = parts.iter().map(|part| part.len().next_multiple_of(16)).sum();
-    let slab = Arc::new(Slab::new(len).map_err(|error| DeviceError(error.to_string()))?);
+    let slab = Arc::new(Slab::new(len).map_err(|error| DeviceError::Failed(error.to_string()))?);
     let (whole, _) = (b.cpu.adopt(&slab, 0..len)?, b.gpu.adopt(&slab, 0..len)?);
     let mut at = 0;
     let mut adopted = *weight;
