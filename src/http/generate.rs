@@ -43,8 +43,10 @@ impl Generator {
 
     /// Number of tokens of a request's prompt. Refuses every request that [`Generator::generate`] refuses, except for a
     /// prompt that is too long.
-    pub async fn count_tokens(&self, request: GenerationRequest, permit: MemoryPermit) -> Result<usize, ApiError> {
+    pub async fn count_tokens(&self, request: GenerationRequest, mut permit: MemoryPermit) -> Result<usize, ApiError> {
         let request = self.with_remembered_tools(request, &permit).await?;
+        // The model may have to be loaded.
+        permit.leave_entrance();
         let model = self.model(request.model(), &permit).await?;
         let choices = request.prepare(&model, &self.state.image_urls, &self.log, permit, None).await?;
         Ok(choices.prompts.iter().map(Vec::len).sum())
@@ -80,7 +82,7 @@ impl Generator {
     pub async fn generate<R: Renderer>(
         self,
         request: GenerationRequest,
-        permit: MemoryPermit,
+        mut permit: MemoryPermit,
         mut renderer: R,
     ) -> Result<Response, ApiError> {
         let held = permit.reserve(renderer.held_bytes())?;
@@ -92,6 +94,9 @@ impl Generator {
         let lease = state.lease(request.model(), QueueShare { client, bytes }).await?;
         let streams = request.streams();
         let must_wait = lease.must_wait();
+        if must_wait {
+            permit.leave_entrance();
+        }
         let request_log = log.clone();
         let urls = state.image_urls.clone();
         let ready = async move {

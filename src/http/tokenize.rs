@@ -50,6 +50,7 @@ pub struct Tokenized {
 /// Returns the tokens of a `prompt`, or of `messages` and `tools` as the chat endpoint renders them.
 pub async fn tokenize(server: Generator, body: Body) -> Result<Response, ApiError> {
     let (request, mut permit) = body::json::<TokenizeRequest>(&server.state, body).await?;
+    permit.leave_entrance();
     let model = server.model(request.model.as_deref(), &permit).await?;
     // The prompt may be longer than the context. Only memory limits its length.
     let tokens = match (request.prompt.or(request.content), request.messages) {
@@ -88,6 +89,7 @@ pub async fn info(server: Generator) -> Result<Json<Value>, ApiError> {
 /// Returns the text of `tokens`, including special tokens.
 pub async fn detokenize(server: Generator, body: Body) -> Result<Response, ApiError> {
     let (request, mut permit) = body::json::<DetokenizeRequest>(&server.state, body).await?;
+    permit.leave_entrance();
     let model = server.model(request.model.as_deref(), &permit).await?;
     let ids = sampling_params::token_ids("tokens", &request.tokens, model.engine.vocab())?;
     permit.grow(memory::decoded_bytes(ids.iter().map(|&id| model.tokenizer.token_bytes(id).len()).sum()))?;

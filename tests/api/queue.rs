@@ -44,25 +44,42 @@ async fn begin_long(server: &Server, key: &str) -> Answer {
     ask(server, key, COMPLETIONS, &long).await
 }
 
+/// A body with ten tools. Their many small JSON values take ten times as much memory as the text.
+fn agent_body() -> Value {
+    let letters: Vec<_> = (0..20).map(|index| format!("{index}")).collect();
+    let param = json!({"type": "string", "enum": letters});
+    let params: serde_json::Map<_, _> = (0..8).map(|index| (format!("p{index}"), param.clone())).collect();
+    let schema = json!({"type": "object", "properties": params});
+    let tools: Vec<_> = (0..10).map(|index| json!({"name": format!("t{index}"), "input_schema": schema})).collect();
+    json!({"messages": [{"role": "user", "content": "Count."}], "tools": tools, "max_tokens": 100})
+}
+
 #[tokio::test]
-async fn two_hundred_requests_are_all_answered() {
+async fn many_requests_at_once_are_all_answered() {
     let says = Some("</think>\n\nHello.");
-    let delay = Duration::from_micros(300);
-    let setup = Setup { max_queue: DEFAULT_MAX_QUEUE, parallel: 4, says, delay, ..Setup::default() };
-    let server = Arc::new(setup.start().await);
-    let asked: Vec<_> = (0..200)
-        .map(|number| {
-            let server = server.clone();
-            tokio::spawn(async move {
-                let answer = server.post(CHAT, &question(CHAT, number % 2 == 0)).await;
-                (answer.status, answer.text().await)
+    let few = Setup { max_queue: DEFAULT_MAX_QUEUE, parallel: 4, says, ..Setup::default() };
+    let few = Setup { delay: Duration::from_micros(300), ..few };
+    // The parsed bodies of all agents together need three times the memory for requests.
+    let agents = Setup { max_queue: DEFAULT_MAX_QUEUE, parallel: 4, says, context: 16384, ..Setup::default() };
+    let agents = Setup { configure: |state| state.memory.set_plan(40 << 20), ..agents };
+    for (setup, path, body, count) in [(few, CHAT, question(CHAT, false), 200), (agents, MESSAGES, agent_body(), 80)] {
+        let server = Arc::new(setup.start().await);
+        let asked: Vec<_> = (0..count)
+            .map(|number| {
+                let server = server.clone();
+                let body = with(body.clone(), json!({"stream": number % 2 == 0}));
+                tokio::spawn(async move {
+                    let answer = server.post(path, &body).await;
+                    (answer.status, answer.text().await)
+                })
             })
-        })
-        .collect();
-    for (number, answer) in asked.into_iter().enumerate() {
-        let (status, text) = answer.await.unwrap();
-        assert_eq!(status, 200, "{number}: {text}");
-        assert!(text.contains("Hello") && text.ends_with("[DONE]\n\n") == (number % 2 == 0), "{number}: {text}");
+            .collect();
+        for (number, answer) in asked.into_iter().enumerate() {
+            let (status, text) = answer.await.unwrap();
+            assert_eq!(status, 200, "{path} {number}: {text}");
+            let is_stream = text.starts_with("data: ") || text.starts_with("event: ");
+            assert!(text.contains("Hello") && is_stream == (number % 2 == 0), "{path} {number}: {text}");
+        }
     }
 }
 

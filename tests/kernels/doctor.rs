@@ -166,7 +166,7 @@ fn auto_selects_gpu_that_matches_cpu() {
         }
         assert_eq!(name(Ok(Some(CommandQueue::new(double))), false), Ok(expected), "{kernels:?}");
     }
-    let broken = || Err::<Option<CommandQueue<HostGpu>>, _>(DeviceError("no queue".into()));
+    let broken = || Err::<Option<CommandQueue<HostGpu>>, _>(DeviceError::Failed("no queue".into()));
     assert_eq!((name(broken(), false), name::<HostGpu>(Ok(None), false)), (Ok("cpu"), Ok("cpu")));
     assert_eq!(name(broken(), true), Err(format!("--device {GPU_KIND}: no queue")));
 }

@@ -200,7 +200,7 @@ impl Inner {
 
     fn refused(&mut self, method: &'static str) -> Result<(), DeviceError> {
         match self.called(method) {
-            Some(fault) => Err(DeviceError(format!("{method}: {fault:?}"))),
+            Some(fault) => Err(DeviceError::Failed(format!("{method}: {fault:?}"))),
             None => Ok(()),
         }
     }
@@ -268,7 +268,7 @@ impl Inner {
     /// The pipeline of a kernel.
     fn pipeline(&mut self, kernel: &'static str) -> Result<Weak<()>, DeviceError> {
         if self.control.lock().unwrap().broken_kernels.contains(&kernel) {
-            return Err(DeviceError(format!("{kernel} does not compile")));
+            return Err(DeviceError::Failed(format!("{kernel} does not compile")));
         }
         Ok(Arc::downgrade(self.pipelines.entry(kernel).or_default()))
     }
@@ -370,9 +370,9 @@ impl Driver for Double {
     fn max_threads(&mut self, kernel: &str) -> Result<u32, DeviceError> {
         let inner = self.0.get_mut();
         match inner.called("max_threads") {
-            Some(fault) => Err(DeviceError(format!("{kernel}: {fault:?}"))),
+            Some(fault) => Err(DeviceError::Failed(format!("{kernel}: {fault:?}"))),
             None if inner.control.lock().unwrap().broken_kernels.contains(&kernel) => {
-                Err(DeviceError(format!("{kernel} does not compile")))
+                Err(DeviceError::Failed(format!("{kernel} does not compile")))
             }
             None => Ok(inner.control.lock().unwrap().max_threads.unwrap_or(1024)),
         }

@@ -139,7 +139,7 @@ impl Driver for HostGpu {
     }
 
     fn compile(&mut self) -> Vec<(String, Option<DeviceError>)> {
-        let broken = || ("kernels/some.metal".into(), Some(DeviceError("line 1: no".into())));
+        let broken = || ("kernels/some.metal".into(), Some(DeviceError::Failed("line 1: no".into())));
         self.refused.iter().map(|_| broken()).collect()
     }
 
@@ -212,7 +212,7 @@ impl Driver for HostGpu {
 
     fn launch(&mut self, open: &mut Vec<Work>, launch: &Launch) -> Result<(), DeviceError> {
         if self.refused == Some(launch.kernel) {
-            return Err(DeviceError("refused by the driver".into()));
+            return Err(DeviceError::Failed("refused by the driver".into()));
         }
         let mut count = self.count.lock().unwrap();
         count.launches += 1;
@@ -228,7 +228,7 @@ impl Driver for HostGpu {
     }
 
     fn encode_fault(&mut self, _: &mut Vec<Work>) -> Result<(), DeviceError> {
-        Err(DeviceError("the host cannot fail on purpose".into()))
+        Err(DeviceError::Failed("the host cannot fail on purpose".into()))
     }
 
     fn commit(&mut self, open: Vec<Work>, value: u64) -> u64 {

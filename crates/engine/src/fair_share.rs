@@ -17,6 +17,9 @@ pub const GROUPS: usize = 3;
 /// Divisor of the age of the oldest waiting request. While the queue gets on by this share, many places become free.
 const RETRY_SHARE: u32 = 8;
 
+/// Number of waiting requests for each second. Requests that arrived together are all young, however many they are.
+const PER_SECOND: usize = 8;
+
 /// Bounds in seconds of the time after which a refused client should try again. Client libraries ignore times over a
 /// minute.
 const RETRY_SECONDS: RangeInclusive<u64> = 2..=30;
@@ -129,9 +132,10 @@ fn keep_largest(group: &mut Vec<(usize, &QueueShare)>, level: usize, sizes: &Has
     Some(largest_size)
 }
 
-/// Time in seconds after which a refused client should try again, if the oldest request has waited for `longest`.
-pub fn retry_seconds(longest: Duration) -> u32 {
-    let seconds = (longest / RETRY_SHARE).as_secs();
+/// Time in seconds after which a refused client should try again, if the oldest of `waiting` requests has waited for
+/// `longest`.
+pub fn retry_seconds(waiting: usize, longest: Duration) -> u32 {
+    let seconds = (longest / RETRY_SHARE).as_secs().max((waiting / PER_SECOND) as u64);
     seconds.clamp(*RETRY_SECONDS.start(), *RETRY_SECONDS.end()) as u32
 }
 
@@ -206,7 +210,8 @@ mod tests {
 
     #[test]
     fn longer_queue_has_a_longer_retry() {
-        let after = |seconds| retry_seconds(Duration::from_secs(seconds));
+        let after = |seconds| retry_seconds(16, Duration::from_secs(seconds));
         assert_eq!([0, 40, 80, 3600].map(after), [2, 5, 10, 30]);
+        assert_eq!([0, 40, 100, 512].map(|waiting| retry_seconds(waiting, Duration::ZERO)), [2, 5, 12, 30]);
     }
 }

@@ -251,7 +251,7 @@ impl RequestQueue {
         let waiting: Vec<_> = queue.waiting.iter().map(SubmittedRequest::share).collect();
         let room = QueueLimits { requests, bytes: max_queue_bytes }.make_room(&waiting, new);
         let longest = queue.waiting.front().map(|oldest| oldest.arrived.elapsed()).unwrap_or_default();
-        let full = || EngineError::QueueFull { retry_seconds: retry_seconds(longest) };
+        let full = || EngineError::QueueFull { retry_seconds: retry_seconds(waiting.len(), longest) };
         let given_up = room.ok_or_else(full)?;
         for given_up in given_up.into_iter().rev().filter_map(|index| queue.waiting.remove(index)) {
             let _ = given_up.events.send(Event::Failed(full()));

@@ -57,7 +57,7 @@ impl CopiedPages {
         self.pages.truncate(same);
         for (index, page) in snapshot.pages.iter().enumerate().skip(same) {
             let first = index * PAGE;
-            let bytes = page.copied().ok_or_else(|| DeviceError("the page is on a device".into()))?;
+            let bytes = page.copied().ok_or_else(|| DeviceError::Failed("the page is on a device".into()))?;
             write(first..snapshot.len.min(first + PAGE), bytes)?;
             if first + PAGE <= snapshot.len {
                 self.pages.push(Arc::downgrade(page));

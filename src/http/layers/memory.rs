@@ -1,7 +1,8 @@
 //! Memory of requests: bodies, parsed JSON, prompts and tokens, charged to the memory plan.
 //!
 //! A request gets memory from its [`MemoryPermit`]s before it allocates. A request is refused with 503 if other requests
-//! hold the memory, and with 413 if it would not fit even alone. All estimates of memory are in this file.
+//! hold the memory, and with 413 if it would not fit even alone. A body waits for the memory of its parsed values, see
+//! [`Entrance`]. All estimates of memory are in this file.
 //! The memory of a step is reserved when its turn comes, so waiting requests do not hold it.
 //!
 //! | stage of a request | holds | and until the step ends |
@@ -16,7 +17,11 @@
 //! arrival. A step cannot be cancelled, so steps are short: a disconnected client is noticed after the current step.
 //! Output formats are compiled outside these steps, one at a time, because a compilation may take seconds.
 
-use crate::http::ApiError;
+use crate::http::{
+    ApiError,
+    layers::entrance::{self, Entrance, EntrancePlace, LARGE_BYTES},
+};
+use axum::http::StatusCode;
 use moestro_base::{metrics::Metrics, platform::os};
 use moestro_chat::{Message, Part};
 use parking_lot::RwLock;
@@ -48,9 +53,6 @@ const STEP_BYTES: usize = TOKENIZE_FACTOR * TOKENIZE_PIECE;
 
 /// Bytes of memory for requests from which a plan allows two steps at a time instead of one step.
 const TWO_STEPS_BYTES: usize = 64 << 20;
-
-/// Size in bytes above which a request is large. A large request must leave a quarter of the memory to small requests.
-const LARGE_BYTES: usize = 256 << 10;
 
 /// Bytes of memory per opening bracket, comma and colon of a JSON text that is parsed. The highest measured value is
 /// 246, for `[[[0]]]` repeated.
@@ -114,6 +116,7 @@ pub struct RequestMemory {
     caches: RwLock<Vec<EvictOldest>>,
     total: AtomicUsize,
     used: AtomicUsize,
+    entrance: Arc<Entrance>,
     gauge: IntGauge,
     steps: Arc<Semaphore>,
     /// A semaphore with one permit, because output formats are compiled one at a time. A request holds the permit.
@@ -132,6 +135,7 @@ impl RequestMemory {
             caches: RwLock::default(),
             total: AtomicUsize::new(UNPLANNED_BYTES),
             used: AtomicUsize::new(0),
+            entrance: Entrance::new(entrance::MAX_WAIT),
             gauge: metrics.request_memory.clone(),
             steps: Arc::new(Semaphore::new(1)),
             compilations: Arc::new(Semaphore::new(1)),
@@ -189,6 +193,7 @@ impl RequestMemory {
     fn release(self: &Arc<Self>, bytes: usize) {
         self.used.fetch_sub(bytes, Relaxed);
         self.gauge.sub(signed(bytes));
+        self.entrance.wake();
         if self.freed.fetch_add(bytes, Relaxed).saturating_add(bytes) > TRIM_BYTES {
             self.trim();
         }
@@ -219,6 +224,8 @@ impl RequestMemory {
 /// A part of the memory that one request may use. The memory is free again when the permit is dropped and its last step has ended.
 pub struct MemoryPermit {
     held: Arc<HeldBytes>,
+    /// The request's place among those whose prompts are made.
+    entrance_place: Option<EntrancePlace>,
 }
 
 struct HeldBytes {
@@ -231,7 +238,8 @@ struct HeldBytes {
 
 impl MemoryPermit {
     fn new(memory: Arc<RequestMemory>, request_bytes: Arc<AtomicUsize>) -> Self {
-        Self { held: Arc::new(HeldBytes { memory, request_bytes, bytes: AtomicUsize::new(0) }) }
+        let held = HeldBytes { memory, request_bytes, bytes: AtomicUsize::new(0) };
+        Self { held: Arc::new(held), entrance_place: None }
     }
 
     /// Another permit of the same request, with `bytes`.
@@ -247,12 +255,7 @@ impl MemoryPermit {
         let before = self.bytes();
         let more = bytes.saturating_sub(before);
         if more > 0 {
-            let total = memory.total.load(Relaxed);
-            let needed = request_bytes.load(Relaxed).saturating_add(more);
-            let limit = if needed > LARGE_BYTES { total / 4 * 3 } else { total };
-            if needed > limit {
-                return Err(ApiError::too_much_memory(needed, limit));
-            }
+            let limit = self.limit_with(more)?;
             let fits = |used: usize| used.checked_add(more).filter(|&used| used <= limit);
             while memory.used.fetch_update(Relaxed, Relaxed, fits).is_err() {
                 if !memory.caches.read().iter().any(|evict_oldest| evict_oldest()) {
@@ -268,6 +271,17 @@ impl MemoryPermit {
         Ok(())
     }
 
+    /// The limit for all requests together if this one needs `more` bytes.
+    ///
+    /// # Errors
+    /// The request would not fit even alone.
+    fn limit_with(&self, more: usize) -> Result<usize, ApiError> {
+        let total = self.held.memory.total();
+        let needed = self.held.request_bytes.load(Relaxed).saturating_add(more);
+        let limit = if needed > LARGE_BYTES { total / 4 * 3 } else { total };
+        if needed > limit { Err(ApiError::too_much_memory(needed, limit)) } else { Ok(limit) }
+    }
+
     /// Adds `bytes` to the permit.
     pub fn grow(&mut self, bytes: usize) -> Result<(), ApiError> {
         self.resize(self.bytes().saturating_add(bytes))
@@ -275,6 +289,32 @@ impl MemoryPermit {
 
     pub fn bytes(&self) -> usize {
         self.held.bytes.load(Relaxed)
+    }
+
+    /// Adds `bytes` for a parsed body to the permit. Waits at the [`Entrance`] while other requests hold the memory.
+    pub async fn enter(&mut self, bytes: usize) -> Result<(), ApiError> {
+        if bytes <= LARGE_BYTES && self.try_grow(bytes)? {
+            return Ok(());
+        }
+        self.limit_with(bytes)?;
+        let memory = self.held.memory.clone();
+        let entered = memory.entrance.enter(self.bytes(), bytes, || memory.total(), || self.try_grow(bytes)).await?;
+        self.entrance_place = Some(entered);
+        Ok(())
+    }
+
+    /// Lets other requests enter, because the prompt is ready or because the request waits for something else.
+    pub fn leave_entrance(&mut self) {
+        self.entrance_place = None;
+    }
+
+    /// Adds `bytes` to the permit. Returns false if other requests hold the memory.
+    fn try_grow(&mut self, bytes: usize) -> Result<bool, ApiError> {
+        match self.grow(bytes) {
+            Ok(()) => Ok(true),
+            Err(error) if error.status == StatusCode::SERVICE_UNAVAILABLE => Ok(false),
+            Err(error) => Err(error),
+        }
     }
 
     /// Runs one step on a blocking thread when its turn comes. The step needs `working` bytes until it ends. If the caller
@@ -433,165 +473,4 @@ pub fn value_bytes(value: &Value) -> usize {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use serde_json::json;
-
-    fn memory(bytes: usize) -> Arc<RequestMemory> {
-        let memory = RequestMemory::new(&Metrics::new("0", "cpu"));
-        memory.set_plan((bytes + STEP_BYTES) as u64);
-        memory
-    }
-
-    #[test]
-    fn dropped_permit_frees_its_memory() {
-        let memory = memory(1 << 20);
-        let mut one = memory.permit();
-        let mut other = memory.permit();
-        one.resize(700 << 10).unwrap();
-        assert_eq!(other.resize(300 << 10).unwrap_err().status, 503, "another request holds it");
-        assert_eq!(other.resize(2 << 20).unwrap_err().status, 413, "more than the plan has");
-        other.resize(200 << 10).unwrap();
-        other.grow(50 << 10).unwrap();
-        assert_eq!(memory.gauge.get(), 950 << 10);
-        one.resize(1).unwrap();
-        other.resize(700 << 10).unwrap();
-        drop((one, other));
-        assert_eq!((memory.used.load(Relaxed), memory.gauge.get()), (0, 0));
-    }
-
-    #[test]
-    fn lone_request_never_gets_503() {
-        let memory = memory(1 << 20);
-        // The request fills 700 KiB, in any number of permits. It may have 768 KiB.
-        for permits in [1, 2, 7, 70] {
-            let mut more = memory.permit();
-            let mut all: Vec<_> = (0..permits).map(|_| more.reserve((700 << 10) / permits).unwrap()).collect();
-            let mut small = memory.permit();
-            assert_eq!(more.resize(69 << 10).unwrap_err().status, 413, "{permits} permits");
-            more.resize(60 << 10).unwrap();
-            // Another request waits for this one only if it would fit alone.
-            let other = memory.permit().resize(500 << 10).unwrap_err();
-            assert_eq!(other.status, 503, "{permits} permits");
-            assert_eq!(memory.permit().resize(800 << 10).unwrap_err().status, 413, "{permits} permits");
-            small.resize(200 << 10).unwrap();
-            // Freed permits no longer count as the request's own.
-            all.clear();
-            more.resize(500 << 10).unwrap();
-        }
-        assert_eq!(memory.used.load(Relaxed), 0);
-    }
-
-    #[test]
-    fn large_plan_allows_two_steps() {
-        let memory = RequestMemory::new(&Metrics::new("0", "cpu"));
-        let enough = TWO_STEPS_BYTES;
-        for (bytes, steps) in [(enough - 1, 1), (enough, 2), (2 * enough, 2), (enough / 2, 1), (enough, 2)] {
-            memory.set_plan(bytes as u64);
-            assert_eq!(memory.steps.available_permits(), steps, "{bytes} bytes");
-            assert_eq!(memory.total(), bytes - steps * STEP_BYTES, "{bytes} bytes");
-        }
-        let _running = [1, 2].map(|_| memory.steps.try_acquire().unwrap());
-        memory.set_plan(enough as u64 / 2);
-        assert_eq!(memory.total(), enough / 2 - 2 * STEP_BYTES, "two steps still run");
-    }
-
-    #[test]
-    fn large_permits_leave_room_for_small() {
-        let memory = memory(4 << 20);
-        let mut large = [memory.permit(), memory.permit(), memory.permit(), memory.permit()];
-        let granted = large.iter_mut().filter_map(|permit| permit.resize(1 << 20).ok()).count();
-        assert_eq!(granted, 3);
-        memory.permit().resize(LARGE_BYTES).unwrap();
-    }
-
-    #[tokio::test]
-    async fn waiting_step_holds_no_working_memory() {
-        let memory = memory(1 << 20);
-        let running = memory.steps.clone().acquire_owned().await.unwrap();
-        let permit = memory.permit();
-        let mut waiting = std::pin::pin!(permit.run(600 << 10, || 7));
-        assert!(tokio::time::timeout(Duration::from_millis(20), &mut waiting).await.is_err());
-        assert_eq!(memory.gauge.get(), 0);
-        drop(running);
-        assert_eq!(waiting.await.unwrap(), 7);
-    }
-
-    #[tokio::test]
-    async fn compilation_does_not_delay_steps() {
-        let memory = memory(64 << 20);
-        let (release, wait) = std::sync::mpsc::channel::<()>();
-        let compiling = memory.permit();
-        let compile = tokio::spawn(async move { compiling.run_compilation(1 << 20, move || wait.recv()).await });
-        while memory.gauge.get() == 0 {
-            tokio::time::sleep(Duration::from_millis(1)).await;
-        }
-        assert_eq!(memory.permit().run(0, || 7).await.unwrap(), 7);
-        drop(release);
-        compile.await.unwrap().unwrap().unwrap_err();
-        assert_eq!(memory.gauge.get(), 0);
-    }
-
-    #[tokio::test]
-    async fn abandoned_compilation_blocks_no_other() {
-        let memory = memory(64 << 20);
-        // Compilations that cannot stop, although their clients disconnect.
-        let mut abandoned = Vec::new();
-        while abandoned.len() < COMPILER_THREADS {
-            let permit = memory.permit();
-            let compiled = permit.run_compilation(1 << 20, || 7);
-            let compiled = tokio::time::timeout(Duration::from_secs(20), compiled).await;
-            assert_eq!(compiled.expect("the others block it").unwrap(), 7, "beside {}", abandoned.len());
-            let (release, wait) = std::sync::mpsc::channel::<()>();
-            let (sender, started) = tokio::sync::oneshot::channel();
-            let compile = move || {
-                let _ = sender.send(());
-                wait.recv()
-            };
-            let compiling = tokio::spawn(async move { permit.run_compilation(1 << 20, compile).await });
-            started.await.unwrap();
-            compiling.abort();
-            assert!(compiling.await.unwrap_err().is_cancelled());
-            abandoned.push(release);
-            assert_eq!(memory.gauge.get(), (abandoned.len() as i64) << 20);
-        }
-        // The number of threads is limited.
-        let permit = memory.permit();
-        let mut waiting = std::pin::pin!(permit.run_compilation(1 << 20, || 7));
-        let early = tokio::time::timeout(Duration::from_millis(50), &mut waiting).await;
-        assert!(early.is_err(), "{} threads compile", COMPILER_THREADS + 1);
-        abandoned.clear();
-        assert_eq!(waiting.await.unwrap(), 7);
-        while memory.gauge.get() > 0 {
-            tokio::time::sleep(Duration::from_millis(1)).await;
-        }
-    }
-
-    #[tokio::test]
-    async fn freed_memory_is_trimmed_twice() {
-        let memory = memory(64 << 20);
-        memory.permit().resize(TRIM_BYTES).unwrap();
-        assert!(!memory.is_trimming.load(Relaxed), "too little to trim");
-        memory.permit().resize(TRIM_BYTES).unwrap();
-        assert!(memory.is_trimming.load(Relaxed));
-        let finished = tokio::time::timeout(Duration::from_secs(20), async {
-            while memory.is_trimming.load(Relaxed) {
-                tokio::time::sleep(Duration::from_millis(10)).await;
-            }
-        });
-        finished.await.expect("trimming ends");
-        assert_eq!(memory.freed.load(Relaxed), 0);
-    }
-
-    #[test]
-    fn punctuation_in_strings_is_not_counted() {
-        assert_eq!(parsed_bytes(br#"{"a": [0, 0], "b,:[{": "\"[,"}"#), 30 + 6 * JSON_VALUE_BYTES);
-        assert_eq!(parsed_bytes(b""), 0);
-    }
-
-    #[test]
-    fn rendering_counts_texts_and_names() {
-        assert_eq!(rendering_bytes([&json!("abcd")]), JSON_VALUE_BYTES + 20);
-        assert_eq!(rendering_bytes([&json!({"ab": [1, null]})]), 5 * JSON_VALUE_BYTES + 10);
-    }
-}
+mod tests;

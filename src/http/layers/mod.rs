@@ -3,6 +3,7 @@
 pub mod auth;
 pub mod body_guard;
 pub mod connections;
+pub mod entrance;
 pub mod gzip;
 pub mod memory;
 pub mod origin;

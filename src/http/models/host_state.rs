@@ -150,7 +150,7 @@ impl HostState {
         let waiting: Vec<_> = self.waiters.iter().map(|waiter| waiter.share).collect();
         let room = limits.make_room(&waiting, new.share);
         let longest = self.waiters.front().map(|oldest| oldest.since.elapsed()).unwrap_or_default();
-        let full = || ApiError::from(EngineError::QueueFull { retry_seconds: retry_seconds(longest) });
+        let full = || ApiError::from(EngineError::QueueFull { retry_seconds: retry_seconds(waiting.len(), longest) });
         let given_up = room.ok_or_else(full)?;
         for given_up in given_up.into_iter().rev().filter_map(|index| self.waiters.remove(index)) {
             let _ = given_up.reply.send(Err(full()));

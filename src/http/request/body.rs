@@ -111,10 +111,11 @@ where
     let mut permit = state.memory.permit();
     let mut bytes = read(body, state.body_limit, state.timeouts.body, &mut permit).await?;
     let parsed = memory::parsed_bytes(&bytes);
-    permit.grow(match values {
+    let needed = match values {
         ParsedValues::Kept => parsed,
         ParsedValues::Translated => 2 * parsed - bytes.len(),
-    })?;
+    };
+    permit.enter(needed).await?;
     let is_small = bytes.len() < SMALL_BODY;
     let read = move || {
         json_repair::replace_lone_surrogates(&mut bytes);

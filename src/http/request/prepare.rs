@@ -2,7 +2,7 @@
 
 use crate::http::{
     ApiError,
-    layers::{MemoryPermit, RequestLog, memory},
+    layers::{MemoryPermit, RequestLog, memory, value_bytes},
     models::LoadedModel,
     output::{ChatParams, Choices},
     request::{
@@ -10,7 +10,7 @@ use crate::http::{
         sampling_params as params,
     },
 };
-use moestro_chat::grammar::ExactCalls;
+use moestro_chat::{Message, grammar::ExactCalls};
 use moestro_engine::{CacheSalt, Request};
 use std::{collections::VecDeque, mem, sync::Arc};
 
@@ -43,6 +43,10 @@ impl GenerationRequest {
             }
             PromptInput::Chat(mut chat) => {
                 let messages = mem::take(&mut chat.messages);
+                if messages.iter().flat_map(Message::images).next().is_some() {
+                    // Images wait for their downloads.
+                    permit.leave_entrance();
+                }
                 let messages = model.decode_images(&mut permit, messages, urls, Some(log)).await?;
                 let room = max_tokens.unwrap_or(usize::MAX).min(SUMMARY_TOKENS);
                 let most_reusing = model.engine.context().saturating_sub(room);
@@ -76,7 +80,8 @@ impl GenerationRequest {
             .filter(|_| self.echo && common.streams())
             .map_or(0, |top| prompts.iter().map(Vec::len).max().unwrap_or(0) * (1 + top) * memory::LOGPROB_BYTES);
         let pixels: usize = images.iter().map(|placed| placed.image.pixels.data.len()).sum();
-        permit.resize(tokens + echoed + pixels + memory::rendering_bytes(tools) + common.bytes())?;
+        permit.resize(tokens + echoed + pixels + tools.iter().map(value_bytes).sum::<usize>() + common.bytes())?;
+        permit.leave_entrance();
         if let Some(context) = context {
             for ids in &prompts {
                 params::check_context(param, ids.len(), max_tokens, context)?;
