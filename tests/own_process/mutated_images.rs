@@ -82,7 +82,8 @@ fn large_claims_take_no_memory() {
     for side in [u16::MAX.into(), 1 << 20, u32::MAX >> 1] {
         for (width, height) in [(side, side), (side, 1), (side, side / 100)] {
             prepare(&processor, &png_of(width, height), &format!("PNG {width} x {height}"));
-            prepare(&processor, &gif_of(width as u16, height as u16), &format!("GIF {width} x {height}"));
+            let sides = [width as u16, height as u16];
+            prepare(&processor, &gif_of(sides, sides), &format!("GIF {width} x {height}"));
         }
     }
     // A file of less than a megabyte with a colour profile of 900 MB.
@@ -95,6 +96,12 @@ fn large_claims_take_no_memory() {
     let extended = [&b"VP8X\x0a\0\0\0\x08\0\0\0\x3f\0\0\x3f\0\0"[..], &webp[12..], b"EXIF\xf0\xff\xff\xff"].concat();
     let claims = [b"RIFF\xff\xff\xff\xffWEBP", &extended[..]].concat();
     assert!(!prepare(&processor, &claims, "EXIF"));
+    // A frame that begins with such metadata, also as the content of transparency.
+    for frame in [&b"EXIF\xf0\xff\xff\xff\0\0\0\0\0\0\0\0"[..], b"ALPH\x08\0\0\0EXIF\xf0\xff\xff\xffVP8 \0\0\0\0"] {
+        assert!(!prepare(&processor, &webp_animation(frame), "EXIF in a frame"));
+    }
+    // A frame that is larger than its screen, by less than the memory of the screen's copies.
+    prepare(&processor, &gif_of([4096, 4096], [59_000, 1000]), "large frame of a GIF");
     // A bomb: a file of a quarter of a megabyte with 49 million pixels.
     let bomb = compressed_png(7000);
     assert!(bomb.len() < 300_000, "{}", bomb.len());
@@ -176,41 +183,95 @@ fn huffman_tables_of_webp_are_announced() {
         return;
     }
     let processor = processor();
-    for groups in [1, 4096] {
-        let stream = vp8l_with_tables(groups);
-        let chunk = |kind: &[u8], content: &[u8]| {
-            let padding = &[0][..content.len() % 2];
-            [kind, &(content.len() as u32).to_le_bytes(), content, padding].concat()
-        };
-        let riff = |chunks: &[u8]| [b"RIFF", &(chunks.len() as u32 + 4).to_le_bytes()[..], b"WEBP", chunks].concat();
-        let (vp8l, header) = (chunk(b"VP8L", &stream), chunk(b"VP8X", &[2, 0, 0, 0, 3, 0, 0, 3, 0, 0]));
-        assert!(prepare(&processor, &riff(&vp8l), "VP8L"));
-        let frame = [&[0, 0, 0, 0, 0, 0, 3, 0, 0, 3, 0, 0, 0, 0, 0, 0][..], &vp8l].concat();
-        let animation = [header, chunk(b"ANIM", &[0; 6]), chunk(b"ANMF", &frame)].concat();
-        assert!(prepare(&processor, &riff(&animation), "animation"));
+    for (groups, has_pairs) in [(1, false), (4096, false), (1, true), (4096, true)] {
+        let stream = vp8l_with_tables(groups, has_pairs);
+        let vp8l = webp_chunk(b"VP8L", &stream);
+        assert!(prepare(&processor, &webp_of(&vp8l), "VP8L"));
+        assert!(prepare(&processor, &webp_animation(&vp8l), "animation"));
         // The transparency of a lossy file, without the header of 40 bits.
         let lossy = std::fs::read(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/pictures/lossy.webp")).unwrap();
         let at = lossy.windows(4).position(|bytes| bytes == b"VP8 ").unwrap();
         let sides = [lossy[at + 14] - 1, 0, 0, lossy[at + 16] - 1, 0, 0];
-        let header = chunk(b"VP8X", &[&[0x10, 0, 0, 0][..], &sides].concat());
-        let alpha = chunk(b"ALPH", &[&[1], &stream[5..]].concat());
-        assert!(prepare(&processor, &riff(&[&header, &alpha, &lossy[at..]].concat()), "ALPH"));
+        let header = webp_chunk(b"VP8X", &[&[0x10, 0, 0, 0][..], &sides].concat());
+        let alpha = webp_chunk(b"ALPH", &[&[1], &stream[5..]].concat());
+        assert!(prepare(&processor, &webp_of(&[&header, &alpha, &lossy[at..]].concat()), "ALPH"));
     }
 }
 
-/// A lossless WebP stream of 4 x 4 pixels with this number of groups of five Huffman tables, which have codes of 10 bits.
-fn vp8l_with_tables(groups: usize) -> Vec<u8> {
+#[test]
+fn repeated_transforms_of_webp_are_refused() {
+    if ran_in_own_process(repeated_transforms_of_webp_are_refused) {
+        return;
+    }
+    let processor = processor();
+    for (transforms, is_read) in [(1, true), (2, false), (3000, false)] {
+        let file = webp_of(&webp_chunk(b"VP8L", &vp8l_with_transforms(transforms)));
+        let begun = cpu_time();
+        let header = processor.working_bytes(&file);
+        assert_eq!(header.is_ok(), is_read, "{transforms} transforms: {header:?}");
+        // Four million blocks without bits in each transform.
+        let taken = cpu_time() - begun;
+        assert!(taken < Duration::from_secs(1), "{transforms} transforms: {taken:?}");
+    }
+}
+
+fn webp_of(chunks: &[u8]) -> Vec<u8> {
+    [b"RIFF", &(chunks.len() as u32 + 4).to_le_bytes()[..], b"WEBP", chunks].concat()
+}
+
+/// A chunk of a WebP file.
+fn webp_chunk(kind: &[u8], content: &[u8]) -> Vec<u8> {
+    [kind, &(content.len() as u32).to_le_bytes(), content, &[0][..content.len() % 2]].concat()
+}
+
+/// An animation of one frame of 4 x 4 pixels, which has these chunks.
+fn webp_animation(chunks: &[u8]) -> Vec<u8> {
+    let header = webp_chunk(b"VP8X", &[2, 0, 0, 0, 3, 0, 0, 3, 0, 0]);
+    let frame = [&[0, 0, 0, 0, 0, 0, 3, 0, 0, 3, 0, 0, 0, 0, 0, 0][..], chunks].concat();
+    webp_of(&[header, webp_chunk(b"ANIM", &[0; 6]), webp_chunk(b"ANMF", &frame)].concat())
+}
+
+/// Adds a number to a stream, lowest bit first.
+fn put(bits: &mut Vec<bool>, value: usize, count: usize) {
+    bits.extend((0..count).map(|bit| value >> bit & 1 == 1));
+}
+
+fn bytes_of(bits: &[bool]) -> Vec<u8> {
+    bits.chunks(8).map(|byte| byte.iter().rev().fold(0, |value, bit| value << 1 | u8::from(*bit))).collect()
+}
+
+/// A lossless WebP stream of 8192 x 8192 pixels of one colour, with this number of predictor transforms. Their blocks of
+/// 4 x 4 pixels take no bits.
+fn vp8l_with_transforms(transforms: usize) -> Vec<u8> {
     let mut bits: Vec<bool> = Vec::new();
-    let put =
-        |bits: &mut Vec<bool>, value: usize, count: usize| bits.extend((0..count).map(|bit| value >> bit & 1 == 1));
-    // Signature, width, height, no transparency, version, no transform, no colour cache, groups, in blocks of 4 pixels.
-    let head = [(0x2f, 8), (3, 14), (3, 14), (0, 1), (0, 3), (0, 1), (0, 1), (1, 1), (0, 3)];
+    [(0x2f, 8), (8191, 14), (8191, 14), (0, 4)].iter().for_each(|(value, count)| put(&mut bits, *value, *count));
+    // No colour cache. Each of five codes has the single symbol 0.
+    let mut put_codes = |head: &[(usize, usize)]| {
+        head.iter().for_each(|(value, count)| put(&mut bits, *value, *count));
+        (0..5).for_each(|_| put(&mut bits, 1, 4));
+    };
+    (0..transforms).for_each(|_| put_codes(&[(1, 1), (0, 2), (0, 3), (0, 1)]));
+    put_codes(&[(0, 1), (0, 1), (0, 1)]);
+    bytes_of(&bits)
+}
+
+/// A lossless WebP stream of 4 x 4 pixels with this number of groups of five Huffman tables, which have codes of 10 bits.
+/// With `has_pairs`, the image of the groups has codes of two symbols, the second of which is 0.
+fn vp8l_with_tables(groups: usize, has_pairs: bool) -> Vec<u8> {
+    let mut bits: Vec<bool> = Vec::new();
+    // Signature, width, height, no transparency, version, no transform, no colour cache, groups, in blocks of 512 pixels.
+    let head = [(0x2f, 8), (3, 14), (3, 14), (0, 1), (0, 3), (0, 1), (0, 1), (1, 1), (7, 3)];
     head.iter().for_each(|(value, count)| put(&mut bits, *value, *count));
-    // An image of one pixel, whose green and red are the number of the last group. Each code has a single symbol.
+    // An image of one pixel, whose green and red are the number of the last group. Each code has this symbol first.
     put(&mut bits, 0, 1);
     for symbol in [(groups - 1) & 255, (groups - 1) >> 8, 0, 0, 0] {
-        [(1, 1), (0, 1), (1, 1), (symbol, 8)].iter().for_each(|(value, count)| put(&mut bits, *value, *count));
+        [(1, 1), (has_pairs.into(), 1), (1, 1), (symbol, 8)]
+            .iter()
+            .for_each(|(value, count)| put(&mut bits, *value, *count));
+        put(&mut bits, 0, if has_pairs { 8 } else { 0 });
     }
+    // The pixel takes the first symbol of four codes.
+    put(&mut bits, 0, if has_pairs { 4 } else { 0 });
     // Lengths 1 to 6 have codes of 3 bits, lengths 7 to 10 have codes of 4 bits.
     let code = |length: usize| if length < 7 { (length - 1, 3) } else { (12 + length - 7, 4) };
     for _ in 0..groups * 5 {
@@ -228,7 +289,7 @@ fn vp8l_with_tables(groups: usize) -> Vec<u8> {
     }
     // The code 0 for all pixels.
     bits.extend([false; 8192]);
-    bits.chunks(8).map(|byte| byte.iter().rev().fold(0, |value, bit| value << 1 | u8::from(*bit))).collect()
+    bytes_of(&bits)
 }
 
 /// A chunk of a PNG file.
@@ -259,10 +320,11 @@ fn png_of(width: u32, height: u32) -> Vec<u8> {
     bytes
 }
 
-fn gif_of(width: u16, height: u16) -> Vec<u8> {
-    let sides = [width.to_le_bytes(), height.to_le_bytes()].concat();
-    let frame = [&[0x2c, 0, 0, 0, 0][..], &sides, &[0, 2, 2, 0x4c, 1, 0, 0x3b]].concat();
-    [b"GIF89a", &sides[..], &[0x80, 0, 0, 0, 0, 0, 255, 255, 255], &frame].concat()
+/// A GIF whose frame has little data.
+fn gif_of(screen: [u16; 2], frame: [u16; 2]) -> Vec<u8> {
+    let [screen, frame] = [screen, frame].map(|sides| sides.map(u16::to_le_bytes).concat());
+    let frame = [&[0x2c, 0, 0, 0, 0][..], &frame, &[0, 2, 2, 0x4c, 1, 0, 0x3b]].concat();
+    [b"GIF89a", &screen[..], &[0x80, 0, 0, 0, 0, 0, 255, 255, 255], &frame].concat()
 }
 
 /// A square of black pixels.

@@ -83,7 +83,10 @@ impl ImageHeader {
         let copies = match format {
             ImageFormat::Jpeg => len + 2 * len.min((jpeg_segments(encoded) * JPEG_SEGMENT_BYTES) as u64),
             ImageFormat::WebP => {
-                let tables = webp_tables::table_bytes(encoded, [width as usize, height as usize]);
+                let tables = webp_tables::table_bytes(riff_content(encoded), [width as usize, height as usize]);
+                let Some(tables) = tables else {
+                    return refuse("its WebP headers do not fit or its tables are invalid");
+                };
                 2 * len + WEBP_PARTITION_BYTES + tables as u64
             }
             _ => 0,
@@ -102,8 +105,9 @@ pub fn decode(encoded: &[u8]) -> Result<RgbImage, ImageError> {
     let header = ImageHeader::of(&mut decoder, format, encoded)?;
     // Some cameras write damaged metadata around valid pixels.
     let orientation = decoder.orientation().unwrap_or(Orientation::NoTransforms);
+    // The decoder of GIF compares this limit with the memory that it needs besides its output.
     let mut limits = Limits::no_limits();
-    limits.max_alloc = Some(header.decoding_bytes as u64);
+    limits.max_alloc = Some((header.decoding_bytes as u64).saturating_sub(decoder.total_bytes()));
     decoder.set_limits(limits).map_err(damaged)?;
     let mut image = DynamicImage::from_decoder(decoder).map_err(damaged)?;
     image.apply_orientation(orientation);
@@ -132,7 +136,6 @@ fn open(encoded: &[u8]) -> Result<(Box<dyn ImageDecoder + '_>, ImageFormat), Ima
     if encoded.len() > MAX_ENCODED_BYTES {
         return Err(ImageError::Bytes { bytes: encoded.len(), max: MAX_ENCODED_BYTES });
     }
-    let refuse = |why: &str| Err(ImageError::Damaged(why.into()));
     let format = image::guess_format(encoded).map_err(|_| ImageError::Format)?;
     let decoder: Box<dyn ImageDecoder> = match format {
         ImageFormat::Png => {
@@ -144,8 +147,8 @@ fn open(encoded: &[u8]) -> Result<(Box<dyn ImageDecoder + '_>, ImageFormat), Ima
         ImageFormat::Jpeg if jpeg_segments(encoded) > MAX_JPEG_SEGMENTS => return refuse("it has too much metadata"),
         ImageFormat::Jpeg if !has_jpeg_end(encoded) => return refuse("the file ends before the image"),
         ImageFormat::Jpeg => Box::new(JpegDecoder::new(Cursor::new(encoded)).map_err(damaged)?),
-        ImageFormat::WebP if !has_whole_chunks(encoded) => return refuse("a chunk ends after the file"),
-        ImageFormat::WebP => Box::new(WebPDecoder::new(Cursor::new(encoded)).map_err(damaged)?),
+        ImageFormat::WebP if !has_whole_chunks(riff_content(encoded)) => return refuse("a chunk ends after the file"),
+        ImageFormat::WebP => Box::new(WebPDecoder::new(Cursor::new(riff_content(encoded))).map_err(damaged)?),
         _ => return Err(ImageError::Format),
     };
     Ok((decoder, format))
@@ -177,24 +180,31 @@ fn has_jpeg_end(jpeg: &[u8]) -> bool {
     false
 }
 
+/// A WebP file without the bytes after the end that its header declares.
+fn riff_content(encoded: &[u8]) -> &[u8] {
+    let end = le_u32(encoded, 4).unwrap_or_default().saturating_add(8);
+    &encoded[..end.min(encoded.len())]
+}
+
 /// True if every chunk of a WebP file ends within the file. The decoder allocates the size that a metadata chunk
 /// declares.
 fn has_whole_chunks(riff: &[u8]) -> bool {
-    let size = |at: usize| {
-        let bytes = riff.get(at..at + 4).and_then(|bytes| bytes.try_into().ok());
-        bytes.map(|bytes| u32::from_le_bytes(bytes) as usize)
-    };
-    // The decoder searches for chunks a little after the end that the header declares.
-    let end = size(4).unwrap_or_default().saturating_add(64).min(riff.len());
     let mut at = 12;
-    while at < end {
-        let Some(len) = size(at + 4) else { break };
+    while let Some(len) = le_u32(riff, at + 4) {
         if at + 8 + len > riff.len() {
             return false;
         }
         at += 8 + len + len % 2;
     }
     true
+}
+
+fn le_u32(bytes: &[u8], at: usize) -> Option<usize> {
+    bytes.get(at..)?.first_chunk().map(|bytes| u32::from_le_bytes(*bytes) as usize)
+}
+
+fn refuse<T>(why: &str) -> Result<T, ImageError> {
+    Err(ImageError::Damaged(why.into()))
 }
 
 fn damaged(error: image::ImageError) -> ImageError {
@@ -334,6 +344,43 @@ mod tests {
         let jpeg = file("noise.jpg");
         assert!(decode(&jpeg[..jpeg.len() - 2]).is_err(), "without the end marker");
         decode(&[&jpeg, &b"trailing bytes"[..]].concat()).unwrap();
+    }
+
+    #[test]
+    fn bytes_after_an_image_are_ignored() {
+        let dir = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/fixtures/pictures");
+        for name in [
+            "lossless.webp",
+            "lossy.webp",
+            "lossy-alpha.webp",
+            "animated.webp",
+            "rgb.png",
+            "baseline.jpg",
+            "animated.gif",
+        ] {
+            let whole = std::fs::read(format!("{dir}/{name}")).unwrap();
+            let expected = decode(&whole).unwrap();
+            for tail in [&b"\n"[..], b"trailing bytes here", &[0xff; 1000]] {
+                let found = decode(&[&whole, tail].concat()).unwrap_or_else(|error| panic!("{name} {error}"));
+                assert_eq!(found.data, expected.data, "{name} with {} bytes", tail.len());
+            }
+        }
+    }
+
+    #[test]
+    fn webp_streams_have_the_canvas_size() {
+        let dir = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/fixtures/pictures");
+        for (name, at) in [("lossless.webp", 21), ("lossy.webp", 26)] {
+            let simple = std::fs::read(format!("{dir}/{name}")).unwrap();
+            let header =
+                |width: u8, height: u8| [&b"VP8X\x0a\0\0\0\0\0\0\0"[..], &[width - 1, 0, 0, height - 1, 0, 0]].concat();
+            let extended = |header: &[u8]| [b"RIFF\xff\xff\xff\0WEBP", header, &simple[12..]].concat();
+            decode(&extended(&header(40, 28))).unwrap();
+            assert!(ImageHeader::read(&extended(&header(28, 40))).is_err(), "{name}");
+            let mut large = extended(&header(16, 16));
+            large[at + 18..at + 22].fill(0x3f);
+            assert!(ImageHeader::read(&large).is_err(), "{name}");
+        }
     }
 
     #[test]
