@@ -129,8 +129,7 @@ impl ApiError {
 
     /// A prompt above `--max-prompt-tokens`.
     pub fn prompt_limit(prompt: usize, limit: usize, param: &str) -> Self {
-        let scope = format!("{limit} tokens for prompts, as --max-prompt-tokens says");
-        Self::prompt_too_long([prompt, limit], &scope, "--max-prompt-tokens.").at(param)
+        Self::prompt_too_long([prompt, limit], &prompt_scope(limit), "--max-prompt-tokens.").at(param)
     }
 
     /// A prompt that leaves no room for an answer in the context.
@@ -138,10 +137,16 @@ impl ApiError {
         Self::prompt_over_context(prompt, context).at(param)
     }
 
-    /// A prompt whose first `counted` tokens are more than the context. The rest was not counted.
-    pub fn over_context_early(counted: usize, context: usize, param: &str) -> Self {
-        let advice = format!("--ctx-size. The prompt has at least {counted} tokens; the rest was not counted.");
-        Self::prompt_too_long([counted, context], &format!("{context} tokens"), &advice).at(param)
+    /// A prompt whose first `counted` tokens are more than the limit, which is `--max-prompt-tokens` or the context. The
+    /// rest was not counted.
+    pub fn over_limit_early(counted: usize, limit: usize, is_prompt_limit: bool, param: &str) -> Self {
+        let (scope, flag) = if is_prompt_limit {
+            (prompt_scope(limit), "--max-prompt-tokens")
+        } else {
+            (format!("{limit} tokens"), "--ctx-size")
+        };
+        let advice = format!("{flag}. The prompt has at least {counted} tokens; the rest was not counted.");
+        Self::prompt_too_long([counted, limit], &scope, &advice).at(param)
     }
 
     fn prompt_over_context(prompt: usize, context: usize) -> Self {
@@ -385,6 +390,10 @@ impl From<ChatError> for ApiError {
     fn from(error: ChatError) -> Self {
         Self::of_conversation(error, "messages")
     }
+}
+
+fn prompt_scope(limit: usize) -> String {
+    format!("{limit} tokens for prompts, as --max-prompt-tokens says")
 }
 
 /// A text of the client for a sentence: without its middle if it is long, because it may have megabytes.

@@ -115,6 +115,21 @@ async fn prompt_of_whole_context_leaves_no_room() {
 }
 
 #[tokio::test]
+async fn error_names_smaller_of_two_limits() {
+    let long = ["word ".repeat(100), "word ".repeat(400_000), "a b c d e f ".repeat(4_000)];
+    for (context, most) in [(64, 40), (40, 64)] {
+        let limits = RequestLimits { max_prompt_tokens: Some(most), ..RequestLimits::default() };
+        let server = Setup { context, limits, api: ApiSet::WithOllama, ..Setup::default() }.start().await;
+        for (path, body) in long.iter().flat_map(|long| requests(long)) {
+            let (_, limit, message) = refused(&server, path, &body).await;
+            assert_eq!(limit, 40, "{path}: {message}");
+            let flag = if most == 40 { "larger --max-prompt-tokens." } else { "larger --ctx-size." };
+            assert!(message.contains(flag), "{path}: {message}");
+        }
+    }
+}
+
+#[tokio::test]
 async fn prompt_limit_has_the_clients_words() {
     let limits = RequestLimits { max_prompt_tokens: Some(60), ..RequestLimits::default() };
     let server = Setup { limits, api: ApiSet::WithOllama, ..Setup::default() }.start().await;
@@ -123,6 +138,6 @@ async fn prompt_limit_has_the_clients_words() {
         let (_, limit, message) = refused(&server, path, &body).await;
         assert_eq!(limit, 60, "{path}: {message}");
         assert!(message.contains("60 tokens for prompts, as --max-prompt-tokens says"), "{path}: {message}");
-        assert!(message.ends_with("start the server with a larger --max-prompt-tokens."), "{path}: {message}");
+        assert!(message.contains("start the server with a larger --max-prompt-tokens."), "{path}: {message}");
     }
 }

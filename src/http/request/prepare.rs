@@ -33,8 +33,10 @@ impl GenerationRequest {
     ) -> Result<Choices, ApiError> {
         let Self { common, max_tokens, parallel_tool_calls, .. } = self;
         let mut sampling = common.sampling(&model.defaults, model.engine.vocab())?;
-        let most_tokens = context.unwrap_or(usize::MAX);
         let limits = &model.limits;
+        // An error names the smaller limit, because clients shorten the conversation to it.
+        let prompt_limit = limits.max_prompt_tokens.filter(|&most| context.is_some_and(|context| most < context));
+        let most_tokens = prompt_limit.or(context).unwrap_or(usize::MAX);
         let max_tokens = max_tokens.or(limits.max_tokens);
         let mut images = Vec::new();
         let (param, prompts, chat) = match self.prompt {
@@ -84,10 +86,10 @@ impl GenerationRequest {
         permit.leave_entrance();
         if let Some(context) = context {
             for ids in &prompts {
-                params::check_context(param, ids.len(), max_tokens, context)?;
-                if let Some(most) = limits.max_prompt_tokens.filter(|&most| ids.len() > most) {
+                if let Some(most) = prompt_limit.filter(|&most| ids.len() > most) {
                     return Err(ApiError::prompt_limit(ids.len(), most, param));
                 }
+                params::check_context(param, ids.len(), max_tokens, context)?;
             }
         }
         let budget = self.thinking_budget.or(limits.thinking_budget).filter(|_| in_reasoning);

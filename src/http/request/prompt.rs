@@ -17,13 +17,13 @@ const MAX_CHOICES: usize = 2048;
 
 impl LoadedModel {
     /// Renders a conversation with these messages and tokenizes it. `permit` grows by the tokens. Refuses a prompt
-    /// whose text certainly does not fit into the `context`.
+    /// whose text certainly has more than `limit` tokens.
     pub async fn encode_chat(
         self: &Arc<Self>,
         permit: &mut MemoryPermit,
         messages: Vec<Message<Arc<Image>>>,
         chat: ChatPrompt,
-        context: usize,
+        limit: usize,
     ) -> Result<EncodedChat, ApiError> {
         let variables = memory::rendering_bytes(chat.tools.iter().chain(chat.kwargs.values()));
         let working = variables + messages.iter().map(memory::message_bytes).sum::<usize>();
@@ -34,7 +34,7 @@ impl LoadedModel {
             .end_marker
             .as_ref()
             .map_or_else(|| Template::opens_in_reasoning(&prompt), |marker| marker.in_reasoning);
-        let ids = self.encode(permit, prompt, context, chat.param).await?;
+        let ids = self.encode(permit, prompt, limit, chat.param).await?;
         let (ids, images) = self.place_images(ids, images, chat.param)?;
         Ok(EncodedChat { ids, images, in_reasoning, chat })
     }
@@ -75,21 +75,22 @@ impl LoadedModel {
         Ok((prompt, chat))
     }
 
-    /// Tokenizes a prompt. Refuses a prompt that cannot fit into the `context` as soon as that is certain, which may be
-    /// before or during tokenization. `param` names the prompt in errors.
+    /// Tokenizes a prompt. Refuses a prompt of more than `limit` tokens as soon as that is certain, which may be before or
+    /// during tokenization. The limit is the context or `--max-prompt-tokens`. `param` names the prompt in errors.
     pub async fn encode(
         &self,
         permit: &mut MemoryPermit,
         text: String,
-        context: usize,
+        limit: usize,
         param: &str,
     ) -> Result<Vec<u32>, ApiError> {
+        let is_prompt_limit = limit < self.engine.context();
         let fewest = self.tokenizer.min_tokens(&text);
-        if fewest > context {
-            return Err(ApiError::over_context_early(fewest, context, param));
+        if fewest > limit {
+            return Err(ApiError::over_limit_early(fewest, limit, is_prompt_limit, param));
         }
-        let (ids, is_whole) = self.tokenize(permit, text, context).await?;
-        if is_whole { Ok(ids) } else { Err(ApiError::over_context_early(ids.len(), context, param)) }
+        let (ids, is_whole) = self.tokenize(permit, text, limit).await?;
+        if is_whole { Ok(ids) } else { Err(ApiError::over_limit_early(ids.len(), limit, is_prompt_limit, param)) }
     }
 
     /// The token ids of all prompts of a completion request, which asks for `n` choices for each prompt.
@@ -98,7 +99,7 @@ impl LoadedModel {
         permit: &mut MemoryPermit,
         prompt: CompletionPrompt,
         n: usize,
-        context: usize,
+        limit: usize,
     ) -> Result<Vec<Vec<u32>>, ApiError> {
         let given = match prompt {
             CompletionPrompt::One(prompt) => vec![prompt],
@@ -119,7 +120,7 @@ impl LoadedModel {
         let mut prompts = Vec::with_capacity(given.len());
         for prompt in given {
             prompts.push(match prompt {
-                TextOrIds::Text(text) => self.encode(permit, text, context, "prompt").await?,
+                TextOrIds::Text(text) => self.encode(permit, text, limit, "prompt").await?,
                 TextOrIds::Ids(ids) => params::token_ids("prompt", &ids, self.engine.vocab())?,
             });
         }
