@@ -1,5 +1,5 @@
-//! Tests with content blocks that the server does not know, or whose fields are malformed. In a tool result or an
-//! answered message, a sentence replaces them in every API. In a new user message, they are a 400.
+//! Tests with content blocks that the server does not know, and with malformed fields. In a tool result or an answered
+//! message, they are no error in any API. In a new user message, they are a 400.
 
 use super::server::{CHAT, MESSAGES, RESPONSES, Server, Setup, with};
 use moestro::http::ApiSet;
@@ -154,6 +154,7 @@ async fn unknown_response_items_become_sentences() {
     let output = json!({"type": "odd_call_output", "call_id": "c", "output": "x"});
     let bare = json!({"type": "odd_output"});
     let compaction = json!({"type": "compaction", "encrypted_content": "gAAA"});
+    let part = json!({"type": "input_image", "image_url": "data:,"});
     for (input, status) in [
         (json!([user, call, output]), 200),
         (json!([user, bare]), 200),
@@ -162,12 +163,148 @@ async fn unknown_response_items_become_sentences() {
         (json!([compaction, user, answer, user]), 200),
         (json!([user, answer, call]), 200),
         (json!([compaction, user]), 200),
-        (json!([user, {"type": "odd"}]), 400),
+        (json!([user, {"type": "odd"}]), 200),
+        (json!([{"type": "odd"}, user]), 200),
+        (json!([user, {"type": "odd"}, user]), 200),
+        (json!([user, answer, {"type": "odd"}, user]), 200),
+        (json!([user, call, output, {"type": "odd"}]), 200),
+        (json!([user, answer, {"type": "odd"}]), 400),
+        (json!([{"type": "odd"}, {"type": "strange"}]), 400),
+        (json!([user, part]), 400),
+        (json!([part, user]), 400),
+        (json!([user, part, answer, user]), 200),
     ] {
         let answer = server.post(RESPONSES, &json!({"input": input, "max_output_tokens": 1})).await;
         let found = answer.status;
         assert_eq!(found, status, "{input}: {}", answer.text().await);
     }
+}
+
+/// `value` with each of its fields removed once, and with odd values in the place of each value inside it.
+fn malformed(value: &Value) -> Vec<Value> {
+    let mut all = Vec::new();
+    let places: Vec<String> = match value {
+        Value::Array(items) => (0..items.len()).map(|index| format!("/{index}")).collect(),
+        Value::Object(fields) => fields.keys().map(|name| format!("/{name}")).collect(),
+        _ => Vec::new(),
+    };
+    for place in places {
+        let inner = value.pointer(&place).unwrap();
+        let odd = [json!(null), json!(5), json!(true), json!("odd"), json!({}), json!({"a": 1}), json!([]), json!([1])];
+        for other in odd.into_iter().chain(malformed(inner)) {
+            let mut changed = value.clone();
+            *changed.pointer_mut(&place).unwrap() = other;
+            all.push(changed);
+        }
+        if let Value::Object(fields) = value {
+            let mut fields = fields.clone();
+            fields.remove(&place[1..]);
+            all.push(fields.into());
+        }
+    }
+    all
+}
+
+/// Each API with the field of its conversation, further fields, and a conversation that has an answer.
+fn histories() -> Vec<(&'static str, &'static str, Value, Value)> {
+    let text = |kind: &str| json!([{"type": kind, "text": "x"}]);
+    let user = json!({"role": "user", "content": "x"});
+    let image = json!({"type": "image_url", "image_url": {"url": "data:;base64,AA"}});
+    let call = json!({"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}});
+    let custom = json!({"id": "d", "type": "custom", "custom": {"name": "g", "input": "x"}});
+    let chat = json!([
+        user,
+        {"role": "user", "content": [{"type": "text", "text": "x"}, image]},
+        {"role": "assistant", "content": null, "reasoning_content": "hm", "tool_calls": [call, custom]},
+        {"role": "tool", "tool_call_id": "c", "content": text("text")},
+        {"role": "assistant", "content": text("text"), "refusal": null, "function_call": {"name": "f", "arguments": "{}"}},
+        {"role": "function", "name": "f", "content": "x"},
+    ]);
+    let ollama = json!([
+        {"role": "user", "content": "x", "images": ["AA"]},
+        {"role": "assistant", "content": "a", "thinking": "hm", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
+        {"role": "tool", "content": "x", "tool_name": "f"},
+    ]);
+    let source = json!({"type": "content", "content": text("text")});
+    let messages = json!([
+        user,
+        {"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "document", "title": "t", "source": source}]},
+        {"role": "assistant", "content": [
+            {"type": "thinking", "thinking": "hm", "signature": "s"}, {"type": "text", "text": "x"},
+            {"type": "server_tool_use", "id": "s", "name": "tool_search_tool_regex", "input": {"query": "x"}},
+            {"type": "tool_search_tool_result", "tool_use_id": "s", "content": {"type": "tool_search_tool_search_result",
+             "tool_references": [{"type": "tool_reference", "tool_name": "f"}]}},
+            {"type": "tool_use", "id": "t", "name": "f", "input": {"a": 1}}]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "t", "is_error": false, "content": text("text")},
+            {"type": "text", "text": "x"}]},
+    ]);
+    let responses = json!([
+        {"type": "message", "role": "user", "content": text("input_text")},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}], "encrypted_content": "x"},
+        {"type": "message", "role": "assistant", "content": text("output_text")},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": text("input_text")},
+        {"type": "custom_tool_call", "call_id": "d", "name": "g", "input": "x"},
+        {"type": "custom_tool_call_output", "call_id": "d", "output": "x"},
+        {"type": "mcp_call", "name": "f", "server_label": "s", "arguments": "{}", "output": "x", "error": null},
+        {"type": "shell_call", "call_id": "e", "action": {"commands": ["ls"]}},
+        {"type": "shell_call_output", "call_id": "e", "output": [{"stdout": "a", "stderr": "b"}]},
+        {"type": "compaction", "encrypted_content": "x"},
+    ]);
+    vec![
+        (CHAT, "messages", json!({"max_tokens": 1}), chat),
+        (OLLAMA, "messages", json!({"model": "mock", "options": {"num_predict": 1}}), ollama),
+        (COUNT, "messages", json!({}), messages),
+        ("/v1/responses/input_tokens", "input", json!({}), responses),
+    ]
+}
+
+#[tokio::test]
+async fn malformed_history_never_ends_a_conversation() {
+    let server = server().await;
+    let answer = json!({"role": "assistant", "content": "a"});
+    let user = json!({"role": "user", "content": "Go on"});
+    let mut count = 0;
+    let mut refused = Vec::new();
+    for (path, field, more, history) in histories() {
+        for changed in malformed(&history) {
+            let mut conversation = changed.as_array().unwrap().clone();
+            conversation.extend([answer.clone(), user.clone()]);
+            let status = server.post(path, &with(more.clone(), json!({field: conversation}))).await.status;
+            count += 1;
+            if status != 200 {
+                refused.push(format!("{status} {path} {changed}"));
+            }
+        }
+    }
+    assert!(refused.is_empty(), "{} of {count}:\n{}", refused.len(), refused.join("\n"));
+    assert!(count > 500, "{count}");
+}
+
+#[tokio::test]
+async fn malformed_results_and_system_blocks_are_accepted() {
+    let server = server().await;
+    let user = json!({"role": "user", "content": "x"});
+    let chat_call = json!({"role": "assistant", "content": null, "tool_calls": [
+        {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]});
+    let call = json!({"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": [1]}]});
+    let item = json!({"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"});
+    for content in [json!(null), json!(5), json!(true), json!({"a": 1}), json!({"type": "text", "text": "x"})] {
+        let result = json!({"type": "tool_result", "tool_use_id": "t", "content": content});
+        let messages = json!([user, call, {"role": "user", "content": [result]}]);
+        let system = json!([{"type": "text", "text": "s"}, {"type": "odd"}]);
+        server.ask(MESSAGES, &json!({"messages": messages, "system": system, "max_tokens": 1})).await;
+        let messages = json!([user, chat_call, {"role": "tool", "tool_call_id": "c", "content": content}]);
+        server.ask(CHAT, &json!({"messages": messages, "max_tokens": 1})).await;
+        let output = json!({"type": "function_call_output", "call_id": "c", "output": content});
+        server.ask(RESPONSES, &json!({"input": [user, item, output], "max_output_tokens": 1})).await;
+    }
+    let prompt =
+        server.prompt(&json!({"messages": [user, chat_call, {"role": "tool", "content": {"a": [1, true]}}]})).await;
+    assert!(prompt.contains("{\"a\":[1,true]}"), "{prompt}");
+    let missing = json!([user, chat_call, {"role": "tool", "tool_call_id": "c"}]);
+    server.ask(CHAT, &json!({"messages": missing, "max_tokens": 1})).await;
 }
 
 #[tokio::test]
@@ -183,14 +320,14 @@ async fn response_items_of_sdks_are_accepted() {
     let requests = ["configuration_update", "compaction_trigger"];
     for (kind, item) in kinds {
         let is_other = parts.iter().chain(&requests).any(|start| kind.starts_with(start));
-        for (input, is_new) in [
+        for (input, is_refused) in [
             (json!([user, item, answer, user]), false),
-            (json!([user, item, user]), true),
-            (json!([user, answer, item]), true),
+            (json!([user, item, user]), kind.starts_with("input_")),
+            (json!([user, answer, item]), is_other),
         ] {
             let answer = server.post(RESPONSES, &json!({"input": input, "max_output_tokens": 1})).await;
             let status = answer.status;
-            let expected = if is_new && is_other { 400 } else { 200 };
+            let expected = if is_refused { 400 } else { 200 };
             assert_eq!(status, expected, "{input}: {}", answer.text().await);
         }
     }

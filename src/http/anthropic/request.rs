@@ -8,7 +8,8 @@ use crate::http::{
     request::{
         ChatPrompt, GenerationRequest, ImagePart, PartFormat, PromptInput, RequestedFormat,
         content_parts::{MessageOrigin, new_messages},
-        continue_final, messages,
+        continue_final,
+        messages::{call_arguments, call_name},
         response_format::FormatField,
         sampling_params as params, thinking,
         tools::{self, ToolChoice, without_deferral},
@@ -120,7 +121,8 @@ impl MessagesRequest {
     fn conversation(&mut self, keep_billing_header: bool) -> Result<ChatPrompt, ApiError> {
         let mut messages = Vec::new();
         if let Some(system) = self.system.take().filter(|system| !system.is_null()) {
-            let text = system_text(&system, keep_billing_header)?;
+            let is_answered = self.messages.iter().any(|message| message["role"] == "assistant");
+            let text = system_text(&system, keep_billing_header, !is_answered)?;
             if !text.is_empty() {
                 messages.push(Message::new(Role::System, text));
             }
@@ -214,21 +216,25 @@ impl AnthropicToolChoice {
     }
 }
 
-/// The system prompt: a string, or text blocks. A billing header in the first block is dropped.
-fn system_text(system: &Value, keep_billing_header: bool) -> Result<String, ApiError> {
+/// The system prompt: a string, or text blocks. A billing header in the first block is dropped. After the first answer,
+/// sentences replace blocks that cannot be read.
+fn system_text(system: &Value, keep_billing_header: bool, is_new: bool) -> Result<String, ApiError> {
     let is_billing = |block: &Value| block["text"].as_str().is_some_and(|text| text.starts_with(BILLING_HEADER));
     match system {
         Value::Array(blocks) if !keep_billing_header && blocks.first().is_some_and(is_billing) => {
-            BLOCKS.text(&Value::Array(blocks[1..].to_vec()), "system", true)
+            BLOCKS.text(&Value::Array(blocks[1..].to_vec()), "system", is_new)
         }
+        Value::Array(_) => BLOCKS.text(system, "system", is_new),
         other => BLOCKS.text(other, "system", true),
     }
 }
 
-/// Translates one message. A tool result becomes a separate message.
+/// Translates one message. A tool result becomes a separate message. An earlier message of an unknown role becomes a user
+/// message.
 fn push(messages: &mut Vec<Message<ImagePart>>, message: &Value, at: &str, is_new: bool) -> Result<(), ApiError> {
     let name = match &message["role"] {
         Value::String(role) => role.as_str(),
+        _ if !is_new => "",
         Value::Null => return Err(ApiError::invalid(format!("{at}.role"), format!("{at} has no role."))),
         _ => return Err(ApiError::wrong_type(format!("{at}.role"), "must be a string.")),
     };
@@ -236,17 +242,27 @@ fn push(messages: &mut Vec<Message<ImagePart>>, message: &Value, at: &str, is_ne
         "user" => Role::User,
         "assistant" => Role::Assistant,
         "system" => Role::System,
+        _ if !is_new => Role::User,
         other => {
             let problem = format!("is `{}`; the roles are user and assistant.", quote(other));
             return Err(ApiError::wrong_value(format!("{at}.role"), problem));
         }
     };
     let at = format!("{at}.content");
-    match (role, &message["content"]) {
+    let single;
+    let content = match &message["content"] {
+        block @ Value::Object(_) if !is_new => {
+            single = json!([block]);
+            &single
+        }
+        content => content,
+    };
+    match (role, content) {
         (_, Value::String(text)) => messages.push(Message::new(role, text.clone())),
         (Role::User, Value::Array(blocks)) => push_user(messages, blocks, &at, is_new)?,
         (Role::Assistant, Value::Array(blocks)) => push_assistant(messages, blocks, &at)?,
         (_, blocks @ Value::Array(_)) => messages.push(Message::new(role, BLOCKS.text(blocks, &at, is_new)?)),
+        (_, other) if !is_new => messages.push(Message::new(role, BLOCKS.text(other, &at, false)?)),
         _ => return Err(ApiError::wrong_type(at, "must be a string or an array of blocks.")),
     }
     Ok(())
@@ -261,14 +277,8 @@ fn push_user(messages: &mut Vec<Message<ImagePart>>, blocks: &[Value], at: &str,
             continue;
         }
         push_content(messages, &mut content);
-        let Some(id) = block["tool_use_id"].as_str() else {
-            return Err(ApiError::wrong_type(format!("{at}.tool_use_id"), "must be a string."));
-        };
-        let result = match &block["content"] {
-            Value::Null => Content::default(),
-            content => BLOCKS.content(content, &format!("{at}.content"), false)?,
-        };
-        messages.push(Message::tool_result(id.into(), result));
+        let result = BLOCKS.content(&block["content"], &format!("{at}.content"), false)?;
+        messages.push(Message::tool_result(block["tool_use_id"].clone(), result));
     }
     push_content(messages, &mut content);
     Ok(())
@@ -297,14 +307,12 @@ fn push_assistant(messages: &mut Vec<Message<ImagePart>>, blocks: &[Value], at: 
             // The block is encrypted. Only Anthropic can read the text.
             Some("redacted_thinking") => {}
             Some("tool_use") => {
-                let (Some(name), Some(input)) = (block["name"].as_str(), input(&block["input"])) else {
-                    return Err(ApiError::wrong_type(at, "must have a name and an input, which is an object."));
-                };
-                calls.push(ToolCall::new(block["id"].clone(), name, input));
+                let input = call_arguments(&block["input"]);
+                calls.push(ToolCall::new(block["id"].clone(), call_name(&block["name"]), input));
             }
             Some("server_tool_use") if is_search(&block["name"]) => {
                 let name = block["name"].as_str().unwrap_or_default();
-                calls.push(ToolCall::new(block["id"].clone(), name, input(&block["input"]).unwrap_or_default()));
+                calls.push(ToolCall::new(block["id"].clone(), name, call_arguments(&block["input"])));
             }
             Some("tool_search_tool_result") => {
                 let before =
@@ -323,16 +331,6 @@ fn push_assistant(messages: &mut Vec<Message<ImagePart>>, blocks: &[Value], at: 
     }
     messages.push(Message::assistant(content, reasoning, calls));
     Ok(())
-}
-
-/// The input of an earlier call. `None` if it is neither an object nor text.
-fn input(input: &Value) -> Option<Value> {
-    match input {
-        Value::Object(_) => Some(input.clone()),
-        Value::String(text) => Some(messages::parse_arguments(text)),
-        Value::Null => Some(json!({})),
-        _ => None,
-    }
 }
 
 /// True for the type or the name of a tool search that Anthropic's servers run.
@@ -545,8 +543,6 @@ mod tests {
             (user(json!(5)), "messages[0].content"),
             (user(json!([{"type": "audio", "source": {}}])), "messages[0].content[0]"),
             (user(json!([{"type": "text"}])), "messages[0].content[0]"),
-            (user(json!([{"type": "tool_result", "content": "x"}])), "messages[0].content[0].tool_use_id"),
-            (json!({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}), "messages[0].content[0]"),
             (json!({"messages": [{"role": "assistant", "content": "I"}], "thinking": {"type": "enabled"}}), "thinking"),
             (json!({"messages": messages, "system": 5}), "system"),
             (json!({"messages": messages, "tools": [{"type": "web_search_20250305", "name": "w"}]}), "tools[0]"),

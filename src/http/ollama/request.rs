@@ -151,9 +151,10 @@ fn translate(mut fields: Map<String, Value>, at: &str, is_new: bool) -> Result<M
     // Ollama's clients send strings. Parts, as in chat completions, are read, too.
     let content = fields.remove("content").filter(|content| !content.is_null()).unwrap_or_else(|| "".into());
     if fields.get("role").is_some_and(|role| role == "assistant") {
-        let calls = fields.remove("tool_calls").filter(|calls| !calls.is_null()).unwrap_or_else(|| json!([]));
-        let Value::Array(calls) = calls else {
-            return Err(ApiError::wrong_type(format!("{at}.tool_calls"), "must be an array."));
+        let calls = match fields.remove("tool_calls") {
+            Some(Value::Array(calls)) => calls,
+            Some(call @ Value::Object(_)) => vec![call],
+            _ => Vec::new(),
         };
         let calls = calls.into_iter().map(|call| json!({"type": "function", "function": call["function"]}));
         let calls: Vec<Value> = calls.collect();
@@ -168,8 +169,14 @@ fn translate(mut fields: Map<String, Value>, at: &str, is_new: bool) -> Result<M
     }
     let images: Vec<String> = match fields.remove("images") {
         None | Some(Value::Null) => Vec::new(),
-        Some(images) => serde_json::from_value(images)
-            .map_err(|_| ApiError::wrong_type(format!("{at}.images"), "must be an array of strings in base64."))?,
+        Some(images) => match serde_json::from_value(images) {
+            Ok(images) => images,
+            // An image that cannot be read, so that a sentence replaces it.
+            Err(_) if !is_new => vec![String::new()],
+            Err(_) => {
+                return Err(ApiError::wrong_type(format!("{at}.images"), "must be an array of strings in base64."));
+            }
+        },
     };
     fields.insert("content".into(), with_images(content, images));
     messages::read_message(fields, at, is_new)

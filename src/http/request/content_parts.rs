@@ -24,6 +24,9 @@ pub const SUMMARY_INTRODUCTION: &str = "Summary of the conversation so far:\n\n"
 /// Types of parts with the reasoning of a model, of all providers. The text of some is encrypted.
 const THOUGHTS: [&str; 4] = ["thinking", "redacted_thinking", "reasoning", "reasoning_text"];
 
+/// Type of a part with blocks that a search has found.
+const SEARCH_RESULT: &str = "search_result";
+
 /// Format of text parts in one API.
 pub struct PartFormat {
     /// Types of text parts. Errors name the first type.
@@ -58,18 +61,39 @@ pub enum ImageSource {
 }
 
 impl PartFormat {
-    /// The content of a message that may have images: a string, or an array of text and image parts.
+    /// The content of a message that may have images: a string, or an array of text and image parts. Unless `is_new` is
+    /// true, other values are read as [`PartFormat::text`] reads them.
     pub fn content(&self, content: &Value, at: &str, is_new: bool) -> Result<Content<ImagePart>, ApiError> {
-        let Value::Array(parts) = content else { return self.text(content, at, is_new).map(Content::from) };
-        let mut content = Content::default();
-        for (index, part) in parts.iter().enumerate() {
-            self.push(part, &format!("{at}[{index}]"), is_new, &mut content)?;
+        let mut read = Content::default();
+        match content {
+            Value::Array(parts) => self.push_all(parts, at, is_new, &mut read)?,
+            part if !is_new && self.is_part(part) => self.push(part, at, is_new, &mut read)?,
+            other => read = self.text(other, at, is_new)?.into(),
         }
-        Ok(content)
+        Ok(read)
+    }
+
+    fn push_all(
+        &self,
+        parts: &[Value],
+        at: &str,
+        is_new: bool,
+        content: &mut Content<ImagePart>,
+    ) -> Result<(), ApiError> {
+        let mut parts = parts.iter().enumerate();
+        parts.try_for_each(|(index, part)| self.push(part, &format!("{at}[{index}]"), is_new, content))
     }
 
     /// Appends one part to a message's content: text, an image, or a reference to a tool.
     pub fn push(&self, part: &Value, at: &str, is_new: bool, content: &mut Content<ImagePart>) -> Result<(), ApiError> {
+        if let Some(NestedBlocks { path, blocks: Value::Array(blocks), before }) = nested_blocks(part)
+            && blocks.iter().any(|block| image_source(block).is_some())
+        {
+            if !before.is_empty() {
+                content.push_text(before.join("\n"), self.separator);
+            }
+            return self.push_all(blocks, &format!("{at}.{path}"), is_new, content);
+        }
         match (image_source(part), part["tool_name"].as_str()) {
             (Some((source, detail)), _) => {
                 let at = at.to_owned();
@@ -86,8 +110,25 @@ impl PartFormat {
     }
 
     /// The text of a message's content, which is a string or an array of parts. `is_new` is the message's value in
-    /// [`new_messages`].
+    /// [`new_messages`]. Unless it is true, a single part is an array of one part, null is empty, and other values become
+    /// JSON text, because an error would repeat with every later turn.
     pub fn text(&self, content: &Value, at: &str, is_new: bool) -> Result<String, ApiError> {
+        match content {
+            Value::Null if !is_new => Ok(String::new()),
+            part @ Value::Object(_) if !is_new && self.is_part(part) => self.part_text(part, at, is_new),
+            Value::Bool(_) | Value::Number(_) | Value::Object(_) if !is_new => Ok(content.to_string()),
+            _ => self.joined_text(content, at, is_new),
+        }
+    }
+
+    /// True for a part of a known type, also if its fields are malformed.
+    fn is_part(&self, value: &Value) -> bool {
+        let is_known = |kind| self.types.contains(&kind) || media(kind).is_some() || kind == SEARCH_RESULT;
+        value["type"].as_str().is_some_and(is_known)
+    }
+
+    /// The text of a string or of an array of parts.
+    fn joined_text(&self, content: &Value, at: &str, is_new: bool) -> Result<String, ApiError> {
         match content {
             Value::String(text) => Ok(text.clone()),
             Value::Array(parts) => {
@@ -110,29 +151,27 @@ impl PartFormat {
                 tracing::info!(at, reason = error.message(), "part replaced by a sentence");
                 Ok(replacement(part))
             }
-            Ok(text) if part["type"] == "document" => Ok(titled(part, &text)),
             read => read,
         }
     }
 
     fn readable_text(&self, part: &Value, at: &str, is_new: bool) -> Result<String, ApiError> {
         if let Some(text) = file_text(part) {
-            return Ok(text);
+            return Ok(if part["type"] == "document" { titled(part, &text) } else { text });
         }
         let source = &part["source"];
         let document = source["data"].as_str().filter(|_| source["type"] == "text");
         let text = part["text"].as_str().or(part["refusal"].as_str());
+        if let Some(NestedBlocks { mut before, path, blocks }) = nested_blocks(part) {
+            let text = self.joined_text(blocks, &format!("{at}.{path}"), is_new)?;
+            before.push(&text);
+            return Ok(before.join("\n"));
+        }
         match (part["type"].as_str(), text) {
             (Some(kind), Some(text)) if self.types.contains(&kind) => Ok(text.to_owned()),
-            (Some("document"), _) if source["type"] == "content" => {
-                self.text(&source["content"], &format!("{at}.source.content"), is_new)
+            (Some("document"), text) if document.or(text).is_some() => {
+                Ok(titled(part, document.or(text).unwrap_or_default()))
             }
-            (Some("search_result"), _) => {
-                let content = self.text(&part["content"], &format!("{at}.content"), is_new)?;
-                let lines = [part["title"].as_str(), source.as_str(), Some(&content)];
-                Ok(lines.into_iter().flatten().collect::<Vec<_>>().join("\n"))
-            }
-            (Some("document"), text) if document.or(text).is_some() => Ok(document.or(text).unwrap_or_default().into()),
             (Some("compaction"), _) if part["content"].is_string() => {
                 Ok(format!("{SUMMARY_INTRODUCTION}{}", part["content"].as_str().unwrap_or_default()))
             }
@@ -221,8 +260,37 @@ fn file_text(part: &Value) -> Option<String> {
 
 /// The text of a document after its title and the context that the client gives.
 fn titled(document: &Value, text: &str) -> String {
-    let lines = [document["title"].as_str(), document["context"].as_str(), Some(text)];
-    lines.into_iter().flatten().collect::<Vec<_>>().join("\n")
+    let lines = document_lines(document).into_iter().chain([text]);
+    lines.collect::<Vec<_>>().join("\n")
+}
+
+/// The title of a document, and the context that the client gives.
+fn document_lines(document: &Value) -> Vec<&str> {
+    [document["title"].as_str(), document["context"].as_str()].into_iter().flatten().collect()
+}
+
+/// The blocks inside a document or a search result.
+struct NestedBlocks<'a> {
+    /// The lines before the blocks.
+    before: Vec<&'a str>,
+    /// Path of the blocks in their part.
+    path: &'static str,
+    blocks: &'a Value,
+}
+
+fn nested_blocks(part: &Value) -> Option<NestedBlocks<'_>> {
+    let source = &part["source"];
+    match part["type"].as_str()? {
+        "document" if source["type"] == "content" => {
+            let blocks = &source["content"];
+            Some(NestedBlocks { before: document_lines(part), path: "source.content", blocks })
+        }
+        SEARCH_RESULT => {
+            let before = [part["title"].as_str(), source.as_str()].into_iter().flatten().collect();
+            Some(NestedBlocks { before, path: "content", blocks: &part["content"] })
+        }
+        _ => None,
+    }
 }
 
 /// The kind of media in a part of type `kind`. `None` for an unknown type.
@@ -386,6 +454,41 @@ mod tests {
         assert_eq!(text, "T\nhttps://x\na\n\nb\n\nT\nC\nd\n\nT\nC\na\n\nb");
         let error = format.text(&json!([{"type": "search_result", "content": 5}]), "m", true).unwrap_err();
         assert_eq!(error.body()["error"]["param"], "m[0].content");
+    }
+
+    #[test]
+    fn images_inside_documents_are_read() {
+        let format = PartFormat { types: &["text"], separator: "" };
+        let blocks = json!([{"type": "text", "text": "a"}, {"type": "image_url", "image_url": "data:;base64,A"}]);
+        let document = json!({"type": "document", "title": "T", "source": {"type": "content", "content": blocks}});
+        let found = json!({"type": "search_result", "title": "T", "content": blocks});
+        for (part, at) in [(document, "m[0].source.content[1]"), (found, "m[0].content[1]")] {
+            for is_new in [true, false] {
+                let content = format.content(&json!([part]), "m", is_new).unwrap();
+                let [Part::Text(text), Part::Image(image)] = &*content.parts else { panic!("{content:?}") };
+                assert_eq!((&**text, &*image.at, image.is_new), ("Ta", at, is_new));
+            }
+        }
+    }
+
+    #[test]
+    fn malformed_content_in_history_becomes_text() {
+        let format = PartFormat { types: &["text"], separator: "" };
+        for (content, text) in [
+            (Value::Null, ""),
+            (json!(5), "5"),
+            (json!(true), "true"),
+            (json!({"a": [1]}), "{\"a\":[1]}"),
+            (json!({"type": "Point", "x": 1}), "{\"type\":\"Point\",\"x\":1}"),
+            (json!({"type": "text", "text": "x"}), "x"),
+            (json!({"type": "input_audio"}), "[audio not shown: this model cannot read it]"),
+        ] {
+            assert_eq!(format.text(&content, "m", false).unwrap(), text);
+            assert_eq!(format.content(&content, "m", false).unwrap().text(), Some(text));
+            assert_eq!(format.content(&content, "m", true).unwrap_err().status, 400, "{content}");
+        }
+        let image = json!({"type": "image_url", "image_url": "data:;base64,A"});
+        assert!(matches!(&*format.content(&image, "m", false).unwrap().parts, [Part::Image(_)]));
     }
 
     #[test]

@@ -6,12 +6,14 @@
 //! Templates accept one system message, at the start. System messages that directly follow the first system message are
 //! joined to it. A later system message becomes a user message. Templates also require a user message. Without one, the
 //! system message becomes the user's.
+//!
+//! Malformed fields of earlier messages are never an error, because an error would repeat with every later turn.
 
 use crate::http::{
     ApiError, quote,
     request::{
         ImagePart, PartFormat,
-        content_parts::{MessageOrigin, new_messages, take_thoughts},
+        content_parts::{MessageOrigin, new_messages, replacement, take_thoughts},
     },
 };
 use moestro_chat::{Content, Message, Role, ToolCall, json_repair};
@@ -19,6 +21,9 @@ use serde_json::{Map, Value, json};
 
 /// Separator between the texts of several parts.
 pub const SEPARATOR: &str = "";
+
+/// Name of an earlier call that has no name.
+const UNNAMED_CALL: &str = "unknown";
 
 const PARTS: PartFormat = PartFormat { types: &["text", "refusal"], separator: SEPARATOR };
 
@@ -46,10 +51,25 @@ pub fn read_with(
         let at = format!("messages[{index}]");
         match message {
             Value::Object(fields) => read_message(fields, &at, is_new),
+            other if !is_new => Ok(Message::new(Role::User, replacement(&other))),
             _ => Err(ApiError::wrong_type(at, "must be an object.")),
         }
     };
     messages.into_iter().zip(are_new).enumerate().map(read).collect()
+}
+
+/// The name of an earlier call.
+pub fn call_name(name: &Value) -> &str {
+    name.as_str().unwrap_or(UNNAMED_CALL)
+}
+
+/// Arguments of an earlier call, as an object, from an object or from text. Other values are read like their JSON text.
+pub fn call_arguments(arguments: &Value) -> Value {
+    match arguments {
+        Value::Object(_) => arguments.clone(),
+        Value::String(text) => parse_arguments(text),
+        other => parse_arguments(&other.to_string()),
+    }
 }
 
 /// Arguments of an earlier call, as an object, from their text. Some clients send an empty text or `null` for none.
@@ -105,10 +125,11 @@ fn join_system_messages(messages: Vec<Message<ImagePart>>) -> Vec<Message<ImageP
     kept
 }
 
-/// Checks and translates one message.
+/// Checks and translates one message. An earlier message of an unknown role becomes a user message.
 pub fn read_message(mut fields: Map<String, Value>, at: &str, is_new: bool) -> Result<Message<ImagePart>, ApiError> {
     let name = match fields.get("role") {
         Some(Value::String(role)) => role.clone(),
+        _ if !is_new => String::new(),
         Some(_) => return Err(ApiError::wrong_type(format!("{at}.role"), "must be a string.")),
         None => return Err(ApiError::invalid(format!("{at}.role"), format!("{at} has no role."))),
     };
@@ -118,6 +139,7 @@ pub fn read_message(mut fields: Map<String, Value>, at: &str, is_new: bool) -> R
         "assistant" => Role::Assistant,
         // `function` is the deprecated role of a message with the result of a function.
         "tool" | "function" => Role::Tool,
+        _ if !is_new => Role::User,
         other => {
             let known = "system, developer, user, assistant, tool and function";
             return Err(ApiError::wrong_value(
@@ -130,8 +152,8 @@ pub fn read_message(mut fields: Map<String, Value>, at: &str, is_new: bool) -> R
     if let Some(call) = fields.remove("function_call").filter(|call| !call.is_null()) {
         fields.entry("tool_calls").or_insert(json!([{"type": "function", "function": call}]));
     }
-    if let Some(calls) = fields.get_mut("tool_calls").filter(|calls| !calls.is_null()) {
-        check_tool_calls(calls, at)?;
+    if let Some(calls) = fields.get_mut("tool_calls") {
+        complete_tool_calls(calls);
     }
     let thoughts = fields.get_mut("content").filter(|_| role == Role::Assistant).map(take_thoughts);
     if let Some(thoughts) = thoughts.filter(|thoughts| !thoughts.is_empty()) {
@@ -140,55 +162,53 @@ pub fn read_message(mut fields: Map<String, Value>, at: &str, is_new: bool) -> R
     let content_at = format!("{at}.content");
     let content = match fields.get_mut("content").map(Value::take) {
         Some(Value::String(text)) => Some(Content::from(text)),
-        Some(parts @ Value::Array(_)) if role == Role::System => Some(PARTS.text(&parts, &content_at, is_new)?.into()),
-        Some(parts @ Value::Array(_)) => Some(PARTS.content(&parts, &content_at, is_new)?),
         None | Some(Value::Null) if role == Role::Assistant => {
             fields.get("refusal").and_then(Value::as_str).map(|text| text.to_owned().into())
         }
-        // The result of a function that returns nothing.
-        Some(Value::Null) if role == Role::Tool => Some(String::new().into()),
+        // Also the result of a function that returns nothing.
+        None | Some(Value::Null) if !is_new => Some(String::new().into()),
         None | Some(Value::Null) => {
             let text = format!("{at} has no content; a message with role {name} must have one.");
             return Err(ApiError::invalid(content_at, text));
         }
-        Some(_) => return Err(ApiError::wrong_type(content_at, "must be a string or an array of parts.")),
+        Some(parts) if role == Role::System => Some(PARTS.text(&parts, &content_at, is_new)?.into()),
+        Some(parts) => Some(PARTS.content(&parts, &content_at, is_new)?),
     };
     Ok(Message::from_fields(role, content, fields))
 }
 
-/// Checks earlier calls of the assistant. Each call needs a name and arguments. The arguments are an object, or JSON
-/// text.
-fn check_tool_calls(calls: &mut Value, at: &str) -> Result<(), ApiError> {
-    let Value::Array(calls) = calls else {
-        return Err(ApiError::wrong_type(format!("{at}.tool_calls"), "must be an array."));
+/// Completes earlier calls of the assistant. Each gets a name and arguments, which are an object or JSON text.
+fn complete_tool_calls(calls: &mut Value) {
+    *calls = match calls.take() {
+        list @ Value::Array(_) => list,
+        call @ Value::Object(_) => json!([call]),
+        _ => Value::Null,
     };
-    for (index, call) in calls.iter_mut().enumerate() {
-        let at = format!("{at}.tool_calls[{index}].function");
-        if call["type"] == "custom"
-            && let Some(name) = call["custom"]["name"].as_str()
-        {
-            let input = json!({"input": call["custom"]["input"]});
-            *call = ToolCall::new(call["id"].clone(), name, input).0;
+    for call in calls.as_array_mut().into_iter().flatten() {
+        let custom = &call["custom"];
+        if call["type"] == "custom" && custom.is_object() {
+            let input = json!({"input": custom["input"]});
+            *call = ToolCall::new(call["id"].clone(), call_name(&custom["name"]), input).0;
+        } else if !call["function"].is_object() {
+            // Calls of the other APIs have their fields outside.
+            let id = if call["call_id"].is_null() { &call["id"] } else { &call["call_id"] };
+            let arguments = match &call["input"] {
+                Value::Null => call_arguments(&call["arguments"]),
+                input @ Value::Object(_) => input.clone(),
+                input => json!({"input": input}),
+            };
+            *call = ToolCall::new(id.clone(), call_name(&call["name"]), arguments).0;
         }
-        let Some(function) = call.get_mut("function").filter(|function| function["name"].is_string()) else {
-            return Err(ApiError::wrong_type(format!("{at}.name"), "must be a string."));
-        };
-        match function.get("arguments") {
-            Some(Value::Object(_) | Value::Null) => {}
-            None => function["arguments"] = json!({}),
-            // The template parses them.
-            Some(Value::String(json))
-                if serde_json::from_str::<Map<String, Value>>(&json_repair::repair(json)).is_ok() => {}
-            Some(Value::String(json)) => function["arguments"] = parse_arguments(json),
-            _ => {
-                return Err(ApiError::wrong_value(
-                    format!("{at}.arguments"),
-                    "must be a JSON object in a string; use `{}` for no arguments.",
-                ));
-            }
+        let function = &mut call["function"];
+        if !function["name"].is_string() {
+            function["name"] = UNNAMED_CALL.into();
+        }
+        // The template parses text with an object.
+        let is_object = |text: &str| serde_json::from_str::<Map<String, Value>>(&json_repair::repair(text)).is_ok();
+        if !function["arguments"].as_str().is_some_and(is_object) {
+            function["arguments"] = call_arguments(&function["arguments"]);
         }
     }
-    Ok(())
 }
 
 #[cfg(test)]
@@ -315,17 +335,36 @@ mod tests {
             (json!({"role": "user", "content": 5}), "messages[0].content"),
             (json!({"role": "user", "content": [{"type": "text"}]}), "messages[0].content[0]"),
             (json!({"role": "user", "content": ["hi"]}), "messages[0].content[0]"),
-            (json!({"role": "assistant", "tool_calls": {}}), "messages[0].tool_calls"),
-            (json!({"role": "assistant", "tool_calls": [{}]}), "messages[0].tool_calls[0].function.name"),
-            (json!({"role": "assistant", "tool_calls": ["f"]}), "messages[0].tool_calls[0].function.name"),
-            (
-                json!({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}),
-                "messages[0].tool_calls[0].function.arguments",
-            ),
         ] {
             assert_eq!(param(vec![message]), at);
         }
         assert_eq!(param(Vec::new()), "messages");
+    }
+
+    #[test]
+    fn malformed_calls_are_completed() {
+        let call = |name: &str, arguments: Value| json!({"type": "function", "function": {"name": name, "arguments": arguments}});
+        let unnamed = json!({"id": null, "type": "function", "function": {"name": "unknown", "arguments": {}}});
+        let custom =
+            json!({"id": 1, "type": "function", "function": {"name": "unknown", "arguments": {"input": null}}});
+        for (calls, expected) in [
+            (call("f", json!({})), json!([call("f", json!({}))])),
+            (json!([call("f", json!(5))]), json!([call("f", json!({"INVALID_JSON": "5"}))])),
+            (json!([call("f", json!([1]))]), json!([call("f", json!({"INVALID_JSON": "[1]"}))])),
+            (json!([{"id": 1, "type": "custom", "custom": {}}]), json!([custom])),
+            (json!(["f", {}, null]), json!([unnamed, unnamed, unnamed])),
+            (
+                json!([{"type": "tool_use", "name": "f", "input": {"a": 1}}]),
+                json!([ToolCall::new(Value::Null, "f", json!({"a": 1})).0]),
+            ),
+            (
+                json!([{"name": "f", "arguments": "{\"a\": 1}"}]),
+                json!([ToolCall::new(Value::Null, "f", json!({"a": 1})).0]),
+            ),
+        ] {
+            let message = json!({"role": "assistant", "content": "", "tool_calls": calls});
+            assert_eq!(checked(vec![message])[1]["tool_calls"], expected, "{calls}");
+        }
     }
 
     #[test]

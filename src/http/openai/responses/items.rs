@@ -3,13 +3,16 @@
 //!
 //! Calls that a client or an MCP server ran become calls of functions, whatever their type, and their outputs become
 //! the results of these calls.
+//!
+//! A sentence replaces an item of an unknown type, wherever it stands, because a refusal would end the conversation. A
+//! request is refused only if its new items are all unknown, or if a part of a message stands among them.
 
 use crate::http::{
     ApiError, quote,
     request::{
         ImagePart, PartFormat,
         content_parts::{MessageOrigin, SUMMARY_INTRODUCTION, new_messages, replacement, take_thoughts},
-        messages::parse_arguments,
+        messages::{call_arguments, call_name},
     },
 };
 use moestro_chat::{Content, Message, Part, Role, ToolCall};
@@ -56,6 +59,8 @@ pub fn to_messages(items: &[Value], input: usize) -> Result<Vec<Message<ImagePar
     let earlier = items.len().saturating_sub(input);
     let mut builder = MessageBuilder::default();
     let first = first_items(items).len();
+    let answered = items.iter().rposition(|item| origin(item) == MessageOrigin::Assistant).map_or(0, |last| last + 1);
+    let only_unknown = items[answered..].iter().all(is_unknown);
     for (index, (item, is_new)) in items.iter().zip(new_messages(items, origin)).enumerate() {
         if index < first && item["type"] == ADDITIONAL_TOOLS {
             continue;
@@ -64,6 +69,7 @@ pub fn to_messages(items: &[Value], input: usize) -> Result<Vec<Message<ImagePar
             Some(index) => format!("input[{index}]"),
             None => format!("previous_response_id: item {index}"),
         };
+        let is_new = is_new && (only_unknown || !is_unknown(item) || is_part_of_user(item));
         builder.push(item, &at, is_new)?;
     }
     builder.close();
@@ -81,6 +87,17 @@ fn origin(item: &Value) -> MessageOrigin {
         (kind, _) if kind.ends_with("_output") => MessageOrigin::Tool,
         _ => MessageOrigin::Other,
     }
+}
+
+/// True for an item of a type that the server does not know, of unknown origin.
+fn is_unknown(item: &Value) -> bool {
+    let is_known = |kind| ["message", "compaction", "compaction_summary", ADDITIONAL_TOOLS].contains(&kind);
+    origin(item) == MessageOrigin::Other && item["type"].as_str().is_some_and(|kind| !is_known(kind))
+}
+
+/// True for a part of a user message that stands outside a message, which is a mistake of the client.
+fn is_part_of_user(item: &Value) -> bool {
+    item["type"].as_str().is_some_and(|kind| kind.starts_with("input_") || kind == "text" || kind == "image_url")
 }
 
 #[derive(Default)]
@@ -118,6 +135,11 @@ impl MessageBuilder {
                     _ => Message::new(Role::System, PARTS.text(content, &at, is_new)?),
                 });
             }
+            (Some("message") | None, _) if !is_new => {
+                self.close();
+                let content = PARTS.content(&item["content"], &format!("{at}.content"), false)?;
+                self.messages.push(Message::new(Role::User, content));
+            }
             (Some("message") | None, _) => {
                 return Err(ApiError::wrong_value(
                     format!("{at}.role"),
@@ -128,12 +150,7 @@ impl MessageBuilder {
                 let text = reasoning(item);
                 self.turn(|turn| turn.content.is_empty() && turn.calls.is_empty()).reasoning += &text;
             }
-            (Some("function_call" | "custom_tool_call"), _) => {
-                let (Some(_), Some(name)) = (item["call_id"].as_str(), item["name"].as_str()) else {
-                    return Err(ApiError::wrong_type(at, "must have a call_id and a name."));
-                };
-                self.push_call(item, name, at)?;
-            }
+            (Some("function_call" | "custom_tool_call"), _) => self.push_call(item, call_name(&item["name"])),
             (Some("compaction" | "compaction_summary"), _) => {
                 self.close();
                 // The summary of another server is encrypted.
@@ -149,16 +166,18 @@ impl MessageBuilder {
                 self.messages.push(Message::tool_result(call_id(item).clone(), Content { parts }));
             }
             (Some("mcp_call"), _) => {
-                self.push_call(item, item["name"].as_str().unwrap_or("mcp"), at)?;
+                self.push_call(item, item["name"].as_str().unwrap_or("mcp"));
                 self.push_output(item, at)?;
             }
             (Some(kind), _) if kind.ends_with("_output") || kind == "mcp_approval_response" => {
                 self.push_output(item, at)?;
             }
             (Some(kind), _) if kind.ends_with("_call") => {
-                self.push_call(item, kind.strip_suffix("_call").unwrap_or(kind), at)?;
+                self.push_call(item, kind.strip_suffix("_call").unwrap_or(kind));
             }
-            (Some(_), _) if !is_new => self.turn(|_| true).content += &replacement(item),
+            // It has the same place in each turn of the conversation.
+            (Some(_), _) if !is_new && self.open.is_some() => self.turn(|_| true).content += &replacement(item),
+            (Some(_), _) if !is_new => self.messages.push(Message::new(Role::User, replacement(item))),
             (Some(other), _) => {
                 let text = format!("{at} has type `{}`, which this server does not support.", quote(other));
                 return Err(ApiError::unsupported(at, text));
@@ -167,21 +186,15 @@ impl MessageBuilder {
         Ok(())
     }
 
-    fn push_call(&mut self, item: &Value, name: &str, at: &str) -> Result<(), ApiError> {
+    fn push_call(&mut self, item: &Value, name: &str) {
         let arguments = match &item["arguments"] {
             Value::Null => {
                 let fields = CALL_FIELDS.into_iter().filter(|name| !item[name].is_null());
                 fields.map(|name| (name.to_owned(), item[name].clone())).collect::<Map<_, _>>().into()
             }
-            Value::String(text) => parse_arguments(text),
-            object @ Value::Object(_) => object.clone(),
-            _ => {
-                let problem = "must be a JSON object in a string; use `{}` for no arguments.";
-                return Err(ApiError::wrong_value(format!("{at}.arguments"), problem));
-            }
+            arguments => call_arguments(arguments),
         };
         self.turn(|_| true).calls.push(ToolCall::new(call_id(item).clone(), name, arguments));
-        Ok(())
     }
 
     fn push_output(&mut self, item: &Value, at: &str) -> Result<(), ApiError> {
@@ -219,9 +232,7 @@ fn output(item: &Value, at: &str) -> Result<Content<ImagePart>, ApiError> {
             let texts = chunks.iter().flat_map(|chunk| [chunk["stdout"].as_str(), chunk["stderr"].as_str()]);
             content.push_text(texts.flatten().collect(), "");
         }
-        Some(output @ (Value::String(_) | Value::Array(_))) => content = PARTS.content(output, &at, false)?,
-        Some(part @ Value::Object(_)) => PARTS.push(part, &at, false, &mut content)?,
-        Some(_) => return Err(ApiError::wrong_type(at, "must be a string or an array of parts.")),
+        Some(output) => content = PARTS.content(output, &at, false)?,
         None => content.push_text(replacement(item), ""),
     }
     Ok(content)
@@ -250,6 +261,20 @@ mod tests {
     fn messages(items: &[Value]) -> Vec<Value> {
         let messages = to_messages(items, items.len()).unwrap();
         messages.iter().map(|message| serde_json::to_value(message).unwrap()).collect()
+    }
+
+    #[test]
+    fn unknown_new_items_are_no_words_of_the_assistant() {
+        let [user, odd] = [json!({"role": "user", "content": "x"}), json!({"type": "odd"})];
+        for items in [[&user, &odd], [&odd, &user]] {
+            let found = messages(&items.map(Value::clone));
+            assert!(found.iter().all(|message| message["role"] == "user"), "{found:?}");
+            assert_eq!(found.len(), 2);
+        }
+        let answered = messages(&[user.clone(), odd.clone(), assistant_text("a"), user.clone()]);
+        assert_eq!(answered[1]["role"], "user", "as before the answer");
+        let beside = messages(&[user.clone(), assistant_text("a"), odd, user]);
+        assert_eq!(beside.len(), 3, "{beside:?}");
     }
 
     fn call(id: &str) -> Value {
@@ -396,18 +421,48 @@ mod tests {
             (json!({"role": "user", "content": [{"type": "input_audio", "input_audio": "x"}]}), "input[0].content[0]"),
             (json!({"role": "system", "content": [{"type": "input_image", "image_url": "x"}]}), "input[0].content[0]"),
             (json!({"role": "user", "content": ["x"]}), "input[0].content[0]"),
-            (json!({"type": "function_call", "name": "f"}), "input[0]"),
-            (json!({"type": "function_call", "call_id": "c", "name": "f", "arguments": 5}), "input[0].arguments"),
-            (
-                json!({"type": "mcp_call", "id": "c", "name": "f", "arguments": [1], "output": "o"}),
-                "input[0].arguments",
-            ),
-            (json!({"type": "tool_search_call", "call_id": "c", "arguments": true}), "input[0].arguments"),
-            (json!({"type": "function_call_output", "call_id": "c", "output": 5}), "input[0].output"),
             (json!({"type": "odd"}), "input[0]"),
         ] {
             let error = to_messages(&[assistant_text("before"), item.clone()], 1).unwrap_err();
             assert_eq!(error.body()["error"]["param"], param, "{item}");
+        }
+    }
+
+    #[test]
+    fn malformed_outputs_become_text() {
+        for (given, expected) in [(json!(5), "5"), (json!(true), "true"), (json!({"a": 1}), "{\"a\":1}")] {
+            let items = [call("c"), json!({"type": "function_call_output", "call_id": "c", "output": given})];
+            assert_eq!(messages(&items)[1]["content"], expected);
+        }
+        for item in [json!({"role": "assistant", "content": null}), json!({"type": "message", "role": "assistant"})] {
+            assert_eq!(messages(&[item, output("c")])[0], json!({"role": "assistant", "content": ""}));
+        }
+    }
+
+    #[test]
+    fn unknown_items_become_sentences_beside_known_items() {
+        let odd = json!({"type": "odd"});
+        let user = json!({"role": "user", "content": "x"});
+        let answer = assistant_text("a");
+        for (items, is_sentence) in [
+            (vec![&odd], false),
+            (vec![&user, &answer, &odd], false),
+            (vec![&odd, &answer, &odd, &odd], false),
+            (vec![&user, &odd], true),
+            (vec![&odd, &user], true),
+            (vec![&user, &odd, &user], true),
+            (vec![&user, &answer, &odd, &user], true),
+            (vec![&odd, &user, &odd, &answer, &odd, &user, &odd], true),
+            (vec![&user, &call("1"), &output("1"), &odd], true),
+        ] {
+            let items: Vec<Value> = items.into_iter().cloned().collect();
+            let read = to_messages(&items, items.len());
+            assert_eq!(read.is_ok(), is_sentence, "{items:?}");
+            let unknown = items.iter().filter(|item| **item == odd).count();
+            let read = read.unwrap_or_default();
+            let texts = read.iter().map(|message| serde_json::to_string(message).unwrap());
+            let sentences = texts.map(|text| text.matches("type `odd` is not shown").count()).sum::<usize>();
+            assert_eq!(sentences, if is_sentence { unknown } else { 0 }, "{items:?}");
         }
     }
 
@@ -425,6 +480,8 @@ mod tests {
             (Value::Null, json!({})),
             (json!("{\"a\": "), json!({"INVALID_JSON": "{\"a\": "})),
             (json!("[1]"), json!({"INVALID_JSON": "[1]"})),
+            (json!([1]), json!({"INVALID_JSON": "[1]"})),
+            (json!(5), json!({"INVALID_JSON": "5"})),
         ] {
             assert_eq!(arguments(&given), expected, "{given}");
         }
@@ -438,6 +495,6 @@ mod tests {
             error.body()["error"]["param"].as_str().unwrap().to_owned()
         };
         assert_eq!(param(&[assistant_text("a"), assistant_text("b"), invalid.clone()], 2), "input[1].role");
-        assert_eq!(param(&[assistant_text("a"), invalid, assistant_text("b")], 1), "previous_response_id: item 1.role");
+        assert_eq!(param(&[assistant_text("a"), invalid], 0), "previous_response_id: item 1.role");
     }
 }
