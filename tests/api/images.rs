@@ -1,15 +1,16 @@
 //! Tests of images in every API, with small vision-language checkpoints and with a model that accepts only text.
 
-use super::server::{CHAT, MESSAGES, RESPONSES, Server, Setup, serve_checkpoint, wait_until};
+use super::server::{CHAT, MESSAGES, RESPONSES, Server, Setup, serve_checkpoint, serve_checkpoint_with, wait_until};
 use base64::{Engine, engine::general_purpose::STANDARD};
 use moestro::http::ImageUrls;
 use moestro_engine::{DiskCacheOptions, Options};
 use moestro_model::model::LoadOptions;
 use serde_json::{Value, json};
 use std::{
-    io,
+    io::{self, Read, Write},
     net::TcpListener,
     path::{Path, PathBuf},
+    sync::Arc,
 };
 use test_support::{files::copy_files, own_process::ran_in_own_process};
 
@@ -268,6 +269,59 @@ async fn broken_pictures_after_tools_become_sentences() {
     // A later turn of the user is new again.
     let later = json!([user(json!("x")), {"role": "assistant", "content": "ok"}, picture]);
     assert_eq!(server.post(CHAT, &chat(later)).await.status, 400);
+}
+
+/// A host that does not answer requests for `/slow` until `/good` was requested. Returns `HOST:PORT`.
+fn host_with_slow_image() -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let host = listener.local_addr().unwrap().to_string();
+    let image = STANDARD.decode(picture([1, 2, 3])).unwrap();
+    let head = format!("HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: {}\r\n\r\n", image.len());
+    std::thread::spawn(move || {
+        let mut waiting = Vec::new();
+        for stream in listener.incoming() {
+            let mut stream = stream.unwrap();
+            let mut request = [0; 4096];
+            let length = stream.read(&mut request).unwrap();
+            if request[..length].starts_with(b"GET /slow") {
+                waiting.push(stream);
+            } else {
+                stream.write_all(&[head.as_bytes(), &image].concat()).unwrap();
+                waiting.clear();
+                break;
+            }
+        }
+    });
+    host
+}
+
+#[tokio::test]
+async fn new_image_is_read_before_old_ones() {
+    let (load, options) = options();
+    let host = host_with_slow_image();
+    let urls = Arc::new(ImageUrls::new(std::slice::from_ref(&host)));
+    let server = serve_checkpoint_with(&qwen3_5(), &load, options, |state| state.image_urls = urls).await;
+    let image = |path: &str| json!({"type": "image_url", "image_url": {"url": format!("http://{host}/{path}")}});
+    let messages = json!([
+        user(json!([text("old "), image("slow")])),
+        {"role": "assistant", "content": "Hm"},
+        user(json!([text("new "), image("good")])),
+    ]);
+    let answer = server.post(CHAT, &chat(messages)).await;
+    assert_eq!((answer.status, answer.header(NOT_SHOWN)), (200, Some("1")));
+}
+
+#[tokio::test]
+async fn document_in_new_message_has_images() {
+    let server = vision().await;
+    let count = async |parts: Value| {
+        let source = json!({"type": "content", "content": parts});
+        let messages = json!([user(json!([{"type": "document", "source": source}]))]);
+        server.ask("/v1/messages/count_tokens", &json!({"messages": messages})).await["input_tokens"].as_u64().unwrap()
+    };
+    let source = json!({"type": "base64", "media_type": "image/png", "data": file("gradient.png")});
+    let image = json!({"type": "image", "source": source});
+    assert_eq!(count(json!([text("a"), image])).await, count(json!([text("a")])).await + 8);
 }
 
 #[tokio::test]

@@ -328,11 +328,23 @@ fn template(source: Option<&str>) -> Template {
 
 /// A server with the checkpoint in `dir`, which has a tokenizer and a chat template.
 pub async fn serve_checkpoint(dir: &Path, load: &LoadOptions, options: Options) -> Server {
+    serve_checkpoint_with(dir, load, options, |_| ()).await
+}
+
+/// A server with the checkpoint in `dir` and with changes to its state.
+pub async fn serve_checkpoint_with(
+    dir: &Path,
+    load: &LoadOptions,
+    options: Options,
+    configure: impl FnOnce(&mut ServerState),
+) -> Server {
     let (tokenizer, metrics) = (Arc::new(Tokenizer::load(dir).unwrap()), Metrics::new("0.0.0", "cpu"));
     let model = Qwen::load(dir, load, &metrics, &mut |_, _| ()).unwrap();
     let eos = options.eos.clone();
     let (engine, _worker) = engine::spawn(model, options, metrics.clone()).unwrap();
-    let state = Arc::new(ServerState::new(metrics.clone(), None, None));
+    let mut state = ServerState::new(metrics.clone(), None, None);
+    configure(&mut state);
+    let state = Arc::new(state);
     let template = Template::load(dir).unwrap();
     state.serve_model(loaded("checkpoint", engine.clone(), tokenizer.clone(), &eos, template));
     listen(ApiSet::Standard, state, engine, tokenizer, metrics, MockModel::default()).await

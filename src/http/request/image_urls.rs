@@ -26,6 +26,11 @@ use ureq::{
 
 /// Maximum time for all downloads of one request. Includes waiting for a place.
 const TIMEOUT: Duration = Duration::from_secs(20);
+/// Maximum time to download one image of a message that is not new. Such an image may have failed before, and each later
+/// turn of the conversation waits for it again.
+const EARLIER_IMAGE_TIMEOUT: Duration = Duration::from_secs(5);
+/// Maximum time to download all images of messages that are not new.
+const EARLIER_IMAGES_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum time to connect. Connecting cannot be cancelled, so it may keep its place for this time after its client has
 /// left.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
@@ -45,6 +50,8 @@ pub struct ImageDownloads {
     urls: Arc<ImageUrls>,
     /// The end of the time for all images. `None` before the first download.
     deadline: Option<Instant>,
+    /// The time that is left for downloads of images of messages that are not new.
+    earlier_time: Duration,
 }
 
 /// One download, from a host that is allowed.
@@ -60,11 +67,12 @@ struct InterruptOnDrop(Agent);
 
 impl ImageDownloads {
     pub fn new(urls: Arc<ImageUrls>) -> Self {
-        Self { urls, deadline: None }
+        Self { urls, deadline: None, earlier_time: EARLIER_IMAGES_TIMEOUT }
     }
 
-    /// Downloads an image. Returns the image and a permit of the request for its bytes. If the caller is dropped, the
-    /// download ends. The thread of the download holds its memory and its place until it has ended.
+    /// Downloads an image. Returns the image and a permit of the request for its bytes. An image that is not new has less
+    /// time. If the caller is dropped, the download ends. The thread of the download holds its memory and its place until
+    /// it has ended.
     ///
     /// # Errors
     /// The inner error is the reason why the image is not shown. The text completes "the image ...". The outer error ends
@@ -72,6 +80,7 @@ impl ImageDownloads {
     pub async fn fetch(
         &mut self,
         url: String,
+        is_new: bool,
         permit: &MemoryPermit,
     ) -> Result<Result<(Vec<u8>, MemoryPermit), String>, ApiError> {
         let download = match self.urls.download(&url) {
@@ -79,21 +88,37 @@ impl ImageDownloads {
             Err(why) => return Ok(Err(why)),
         };
         let deadline = *self.deadline.get_or_insert_with(|| Instant::now() + TIMEOUT);
-        let too_slow = || format!("cannot be fetched: the images of a request took more than {} s", TIMEOUT.as_secs());
-        if Instant::now() >= deadline {
+        let too_slow = || {
+            if is_new {
+                return format!("cannot be fetched: the images of a request took more than {} s", TIMEOUT.as_secs());
+            }
+            // The same text in each turn, so that the prompt cache keeps the messages after the image.
+            "took too long to fetch".into()
+        };
+        if Instant::now() >= deadline || (!is_new && self.earlier_time.is_zero()) {
             return Ok(Err(too_slow()));
         }
+        let start = Instant::now();
+        let deadline =
+            if is_new { deadline } else { deadline.min(start + EARLIER_IMAGE_TIMEOUT.min(self.earlier_time)) };
         // The wait for a place takes no thread and no memory.
-        let Ok(place) = timeout_at(deadline, self.urls.places.clone().acquire_owned()).await else {
-            return Err(ApiError::downloads_busy());
+        let place = match timeout_at(deadline, self.urls.places.clone().acquire_owned()).await {
+            Ok(place) => place,
+            Err(_) if is_new => return Err(ApiError::downloads_busy()),
+            Err(_) => {
+                self.earlier_time = self.earlier_time.saturating_sub(start.elapsed());
+                return Ok(Err(too_slow()));
+            }
         };
         let mut own = permit.reserve(ImageProcessor::MAX_ENCODED_BYTES)?;
         let _interrupt = InterruptOnDrop(download.agent.clone());
         let work = move || download.run(deadline.saturating_duration_since(Instant::now()));
         // The download is not a step of the permit, because a slow host would delay the steps of other requests.
-        let Ok(fetched) = timeout_at(deadline, own.run_beside_steps(place, work)).await else {
-            return Ok(Err(too_slow()));
-        };
+        let fetched = timeout_at(deadline, own.run_beside_steps(place, work)).await;
+        if !is_new {
+            self.earlier_time = self.earlier_time.saturating_sub(start.elapsed());
+        }
+        let Ok(fetched) = fetched else { return Ok(Err(too_slow())) };
         let fetched = fetched?;
         own.resize(fetched.as_ref().map_or(0, Vec::capacity))?;
         Ok(fetched.map(|image| (image, own)))
@@ -357,7 +382,7 @@ mod tests {
         let url = url.to_owned();
         let permit = memory.permit();
         tokio::spawn(async move {
-            let _ = downloads.fetch(url, &permit).await;
+            let _ = downloads.fetch(url, true, &permit).await;
         })
     }
 
@@ -409,7 +434,7 @@ mod tests {
         let mut downloads = ImageDownloads::new(urls.clone());
         downloads.deadline = Some(Instant::now() + Duration::from_millis(300));
         for _ in 0..3 {
-            assert!(downloads.fetch(url.clone(), &permit).await.unwrap().is_err());
+            assert!(downloads.fetch(url.clone(), true, &permit).await.unwrap().is_err());
         }
         while memory.used() > 0 {
             tokio::time::sleep(Duration::from_millis(1)).await;
@@ -419,13 +444,32 @@ mod tests {
         for wait in [20, 200, 2000, 20_000] {
             let mut downloads = ImageDownloads::new(urls.clone());
             downloads.deadline = Some(Instant::now() + Duration::from_millis(wait));
-            match downloads.fetch(url.clone(), &permit).await {
+            match downloads.fetch(url.clone(), true, &permit).await {
                 Err(refused) => return assert_eq!(refused.status, 503),
                 // A busy machine stopped this thread until the deadline. The next one is later.
                 Ok(fetched) => assert!(fetched.is_err()),
             }
         }
         panic!("every deadline has passed");
+    }
+
+    #[tokio::test]
+    async fn earlier_images_leave_time_for_new_images() {
+        let (url, urls, mut events) = slow_image();
+        let memory = request_memory();
+        let permit = memory.permit();
+        let mut downloads = ImageDownloads::new(urls);
+        downloads.earlier_time = Duration::from_millis(300);
+        for _ in 0..3 {
+            assert!(downloads.fetch(url.clone(), false, &permit).await.unwrap().is_err());
+        }
+        assert!(downloads.earlier_time < Duration::from_millis(100), "{:?}", downloads.earlier_time);
+        assert!(downloads.deadline.unwrap() > Instant::now(), "a new image has time");
+        while events.try_recv().is_ok() {}
+        let new = tokio::spawn(async move { downloads.fetch(url, true, &permit).await.map(drop) });
+        let began = async { while events.recv().await != Some(true) {} };
+        timeout_at(Instant::now() + Duration::from_secs(20), began).await.expect("the new image is downloaded");
+        new.abort();
     }
 
     #[test]

@@ -2,6 +2,8 @@
 //!
 //! An image that the model cannot see is an error in a new user message. In tool results and earlier messages, such an
 //! image is replaced by a sentence, because an error would repeat with every later turn.
+//!
+//! New images are read first. An old URL that no longer answers cannot take their time.
 
 use crate::http::{
     ApiError,
@@ -13,7 +15,7 @@ use base64::Engine;
 use moestro_chat::{Content, Message, Part, Role};
 use moestro_engine::{Image, ImageProcessor, PlacedImage, place_images};
 use moestro_model::error::ImageError;
-use std::sync::Arc;
+use std::{mem, sync::Arc};
 
 /// Maximum number of images that a request shows to the model. Older images are replaced by a sentence.
 const MAX_IMAGES: usize = 16;
@@ -36,7 +38,7 @@ impl LoadedModel {
     pub async fn decode_images(
         self: &Arc<Self>,
         permit: &mut MemoryPermit,
-        messages: Vec<Message<ImagePart>>,
+        mut messages: Vec<Message<ImagePart>>,
         urls: &Arc<ImageUrls>,
         log: Option<&RequestLog>,
     ) -> Result<Vec<Message<Arc<Image>>>, ApiError> {
@@ -44,8 +46,8 @@ impl LoadedModel {
         let too_many = excess_images(&messages);
         let answered = messages.iter().rposition(|message| message.role == Role::Assistant).map_or(0, |last| last + 1);
         let too_many_before = excess_images(&messages[..answered]);
-        let mut index = 0;
-        let mut downloads = ImageDownloads::new(urls.clone());
+        let shown = read_images(processor, &mut messages, too_many, permit, urls).await?;
+        let mut shown = shown.into_iter().enumerate();
         let mut decoded = Vec::with_capacity(messages.len());
         for (at_message, Message { role, content, reasoning, calls, extra }) in messages.into_iter().enumerate() {
             let mut decoded_content = content.is_some().then(Content::default);
@@ -63,17 +65,11 @@ impl LoadedModel {
                     }
                     Part::Image(image) => image,
                 };
-                let at = image.at.clone();
-                let is_new = image.is_new;
                 separator = image.separator;
-                let shown = match processor {
-                    None => Err(BLIND.to_owned()),
-                    Some(_) if index < too_many => Err(format!("is one of more than {MAX_IMAGES}")),
-                    Some(processor) => decode(processor.clone(), permit, image, &mut downloads).await?,
-                };
-                match shown {
+                let at = image.at;
+                let Some((index, image)) = shown.next() else { continue };
+                match image {
                     Ok(image) => content.parts.push(Part::Image(image)),
-                    Err(why) if is_new => return Err(ApiError::invalid(&at, format!("{at}: the image {why}."))),
                     Err(why) => {
                         log.inspect(|log| log.add_image_not_shown());
                         // Each request of a conversation has its images again. The first one with an image logs it.
@@ -90,7 +86,6 @@ impl LoadedModel {
                         content.push_text(sentence, separator);
                     }
                 }
-                index += 1;
             }
             decoded.push(Message { role, content: decoded_content, reasoning, calls, extra });
         }
@@ -127,19 +122,56 @@ fn excess_images(messages: &[Message<ImagePart>]) -> usize {
     messages.iter().flat_map(Message::images).count().saturating_sub(MAX_IMAGES)
 }
 
-/// Reads and decodes one image. The inner error is the reason why the image is not shown. The outer error ends the
-/// request.
+/// Reads and decodes the images of a conversation: first those of new messages, then the others, the newest first. The
+/// results have the order of the messages. The first `too_many` images are not shown. A new image that is not shown is an
+/// error.
+async fn read_images(
+    processor: Option<&Arc<ImageProcessor>>,
+    messages: &mut [Message<ImagePart>],
+    too_many: usize,
+    permit: &mut MemoryPermit,
+    urls: &Arc<ImageUrls>,
+) -> Result<Vec<Result<Arc<Image>, NotShown>>, ApiError> {
+    let parts =
+        messages.iter_mut().filter_map(|message| message.content.as_mut()).flat_map(|content| &mut content.parts);
+    let images = parts.filter_map(|part| if let Part::Image(image) = part { Some(image) } else { None });
+    let (new, mut earlier): (Vec<_>, Vec<_>) = images.enumerate().partition(|(_, image)| image.is_new);
+    earlier.reverse();
+    let mut downloads = ImageDownloads::new(urls.clone());
+    let mut shown = Vec::with_capacity(new.len() + earlier.len());
+    for (index, image) in new.into_iter().chain(earlier) {
+        let read = match processor {
+            None => Err(BLIND.to_owned()),
+            Some(_) if index < too_many => Err(format!("is one of more than {MAX_IMAGES}")),
+            Some(processor) => decode(processor.clone(), permit, image, &mut downloads).await?,
+        };
+        match read {
+            Err(why) if image.is_new => {
+                return Err(ApiError::invalid(&image.at, format!("{}: the image {why}.", image.at)));
+            }
+            read => shown.push((index, read)),
+        }
+    }
+    shown.sort_by_key(|(index, _)| *index);
+    Ok(shown.into_iter().map(|(_, read)| read).collect())
+}
+
+/// Reads and decodes one image, and takes its source. The inner error is the reason why the image is not shown. The outer
+/// error ends the request.
 async fn decode(
     processor: Arc<ImageProcessor>,
     permit: &mut MemoryPermit,
-    part: ImagePart,
+    part: &mut ImagePart,
     downloads: &mut ImageDownloads,
 ) -> Result<Result<Arc<Image>, NotShown>, ApiError> {
-    let encoded = match part.source {
+    let encoded = match mem::replace(&mut part.source, ImageSource::Invalid("was read")) {
         ImageSource::Invalid(why) => Err(why.to_owned()),
         // The permit holds the memory of the body's text, which the decoded copy uses.
         ImageSource::Base64(text) => permit.run(0, move || decode_base64(&text)).await?.map(|encoded| (encoded, None)),
-        ImageSource::Url(url) => downloads.fetch(url, permit).await?.map(|(encoded, own)| (encoded, Some(own))),
+        ImageSource::Url(url) => {
+            let fetched = downloads.fetch(url, part.is_new, permit).await?;
+            fetched.map(|(encoded, own)| (encoded, Some(own)))
+        }
     };
     let (encoded, _downloaded) = match encoded {
         Ok(encoded) => encoded,
