@@ -40,7 +40,7 @@ pub struct Entrance {
     freed: Notify,
 }
 
-/// What a request takes of the entrance.
+/// The room that a request takes at the entrance.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Share {
     None,

@@ -264,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn unknown_new_items_are_no_words_of_the_assistant() {
+    fn unknown_new_items_are_from_the_user() {
         let [user, odd] = [json!({"role": "user", "content": "x"}), json!({"type": "odd"})];
         for items in [[&user, &odd], [&odd, &user]] {
             let found = messages(&items.map(Value::clone));
