@@ -101,27 +101,27 @@ impl ImageDownloads {
         let start = Instant::now();
         let deadline =
             if is_new { deadline } else { deadline.min(start + EARLIER_IMAGE_TIMEOUT.min(self.earlier_time)) };
-        // The wait for a place takes no thread and no memory.
-        let place = match timeout_at(deadline, self.urls.places.clone().acquire_owned()).await {
-            Ok(place) => place,
-            Err(_) if is_new => return Err(ApiError::downloads_busy()),
-            Err(_) => {
-                self.earlier_time = self.earlier_time.saturating_sub(start.elapsed());
+        let fetch = async {
+            // The wait for a place takes no thread and no memory.
+            let Ok(place) = timeout_at(deadline, self.urls.places.clone().acquire_owned()).await else {
+                return if is_new { Err(ApiError::downloads_busy()) } else { Ok(Err(too_slow())) };
+            };
+            let mut own = permit.reserve(ImageProcessor::MAX_ENCODED_BYTES)?;
+            let _interrupt = InterruptOnDrop(download.agent.clone());
+            let work = move || download.run(deadline.saturating_duration_since(Instant::now()));
+            // The download is not a step of the permit, because a slow host would delay the steps of other requests.
+            let Ok(fetched) = timeout_at(deadline, own.run_beside_steps(place, work)).await else {
                 return Ok(Err(too_slow()));
-            }
+            };
+            let fetched = fetched?;
+            own.resize(fetched.as_ref().map_or(0, Vec::capacity))?;
+            Ok(fetched.map(|image| (image, own)))
         };
-        let mut own = permit.reserve(ImageProcessor::MAX_ENCODED_BYTES)?;
-        let _interrupt = InterruptOnDrop(download.agent.clone());
-        let work = move || download.run(deadline.saturating_duration_since(Instant::now()));
-        // The download is not a step of the permit, because a slow host would delay the steps of other requests.
-        let fetched = timeout_at(deadline, own.run_beside_steps(place, work)).await;
+        let fetched = fetch.await;
         if !is_new {
             self.earlier_time = self.earlier_time.saturating_sub(start.elapsed());
         }
-        let Ok(fetched) = fetched else { return Ok(Err(too_slow())) };
-        let fetched = fetched?;
-        own.resize(fetched.as_ref().map_or(0, Vec::capacity))?;
-        Ok(fetched.map(|image| (image, own)))
+        fetched
     }
 }
 
