@@ -38,13 +38,22 @@ async fn disconnect_in_stream_stops_generation() {
 
 #[tokio::test]
 async fn disconnect_before_body_stops_generation() {
-    for (path, body) in
-        [(CHAT, chat("Count.")), (COMPLETIONS, json!({"prompt": ["Count.", "Again."], "max_tokens": 60}))]
-    {
+    let prompts = json!({"prompt": ["Count.", "Again."], "max_tokens": 60});
+    // Clients may send a line break or another request after a request.
+    for (path, body, more) in [
+        (CHAT, chat("Count."), ""),
+        (COMPLETIONS, prompts, ""),
+        (CHAT, chat("Count."), "\r\n"),
+        (CHAT, chat("Count."), "GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"),
+    ] {
         let server = Arc::new(stopping(IN_ANSWER).await);
         let asking = tokio::spawn({
-            let (server, body) = (server.clone(), body.clone());
-            async move { server.post(path, &body).await.status }
+            let (server, body) = (server.clone(), body.to_string());
+            let length = body.len().to_string();
+            async move {
+                let headers = [("content-type", "application/json"), ("content-length", &*length)];
+                server.bare("POST", path, &headers, (body + more).as_bytes()).await.status
+            }
         });
         server.stopped().await;
         asking.abort();

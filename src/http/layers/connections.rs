@@ -29,7 +29,7 @@ use std::{
     time::Duration,
 };
 use tokio::{
-    io::{AsyncRead, AsyncWrite, ReadBuf},
+    io::{AsyncRead, AsyncWrite, Interest, ReadBuf},
     net::{TcpListener, TcpStream},
     sync::{Notify, OwnedSemaphorePermit, Semaphore, watch},
     task::yield_now,
@@ -48,6 +48,8 @@ const RESERVED_SHARE: usize = 8;
 const SLOT_WAIT: Duration = Duration::from_millis(100);
 /// Maximum number of idle connections that are asked for unread bytes when one of them is evicted.
 const ASKED_SLOTS: usize = 128;
+/// Interval at which a connection that has bytes to read is checked for whether the client has closed it.
+const CLOSED_CHECK: Duration = Duration::from_millis(100);
 /// Number of file descriptors kept for the model's files and everything else, if the limit on open files is high
 /// enough.
 const OTHER_FILES: usize = 256;
@@ -152,12 +154,22 @@ async fn serve(
         biased;
         ended = connection.as_mut() => return ended,
         () = slot.evicted.notified() => return Ok(()),
+        () = closed_by_client(&slot.stream) => return Ok(()),
         _ = stop.wait_for(|is_stopping| *is_stopping) => connection.as_mut().graceful_shutdown(),
     }
     tokio::select! {
         biased;
         ended = connection => ended,
         () = slot.evicted.notified() => Ok(()),
+        () = closed_by_client(&slot.stream) => Ok(()),
+    }
+}
+
+/// Waits until the client has closed the connection. hyper notices this only if the client has sent nothing after the
+/// request in progress.
+async fn closed_by_client(stream: &TcpStream) {
+    while stream.ready(Interest::READABLE).await.is_ok_and(|ready| !ready.is_read_closed()) {
+        sleep(CLOSED_CHECK).await;
     }
 }
 
