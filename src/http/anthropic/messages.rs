@@ -24,14 +24,16 @@ pub async fn messages(server: Generator, body: Body) -> Result<Response, ApiErro
     }
     let model = request.common.model.clone().unwrap_or_default();
     let renderer = MessagesRenderer::new(model, request.thinks(), request.omits_thinking());
-    let request = request.into_generation(server.state.keep_billing_header)?;
+    let keeps_header = server.state.keep_billing_header;
+    let request = body::translate(&permit, move || request.into_generation(keeps_header)).await?;
     server.generate(request, permit, renderer).await
 }
 
 /// Counts the tokens of a request's prompt without generating anything. Checks the request as if it were answered.
 pub async fn count_tokens(server: Generator, body: Body) -> Result<Json<Value>, ApiError> {
     let (request, permit) = read(&server.state, body).await?;
-    let request = request.into_generation(server.state.keep_billing_header)?;
+    let keeps_header = server.state.keep_billing_header;
+    let request = body::translate(&permit, move || request.into_generation(keeps_header)).await?;
     let tokens = server.count_tokens(request, permit).await?;
     Ok(Json(json!({"input_tokens": tokens})))
 }

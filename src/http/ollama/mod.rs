@@ -35,7 +35,12 @@ pub async fn chat(server: Generator, body: Body) -> Result<Response, ApiError> {
     let (common, request, permit) =
         body::request::<OllamaCommon, OllamaChat>(&server.state, body, fields::OLLAMA_CHAT, ParsedValues::Kept).await?;
     let renderer = OllamaRenderer::chat(common.model.clone());
-    answer(server, permit, renderer, common.clone(), request.into_chat(common)?).await
+    let generation = body::translate(&permit, {
+        let common = common.clone();
+        move || request.into_chat(common)
+    })
+    .await?;
+    answer(server, permit, renderer, common, generation).await
 }
 
 pub async fn generate(server: Generator, body: Body) -> Result<Response, ApiError> {
@@ -43,7 +48,12 @@ pub async fn generate(server: Generator, body: Body) -> Result<Response, ApiErro
         body::request::<OllamaCommon, OllamaGenerate>(&server.state, body, fields::OLLAMA_GENERATE, ParsedValues::Kept)
             .await?;
     let renderer = OllamaRenderer::generate(common.model.clone());
-    answer(server, permit, renderer, common.clone(), request.into_generation(common)?).await
+    let generation = body::translate(&permit, {
+        let common = common.clone();
+        move || request.into_generation(common)
+    })
+    .await?;
+    answer(server, permit, renderer, common, generation).await
 }
 
 /// Answers a request. A request without a prompt only loads the model, or unloads it if `keep_alive` is 0.

@@ -34,7 +34,7 @@ pub async fn chat(server: Generator, body: Body) -> Result<Response, ApiError> {
     let streams = common.streams();
     let includes_usage = common.includes_usage();
     let uses_functions = request.functions.is_some();
-    let request = request.into_generation(common)?;
+    let request = body::translate(&permit, move || request.into_generation(common)).await?;
     let object = if streams { "chat.completion.chunk" } else { "chat.completion" };
     let renderer = ChatRenderer {
         meta: ResponseMeta::new("chatcmpl", object, includes_usage),

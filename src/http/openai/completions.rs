@@ -30,7 +30,7 @@ pub async fn completions(server: Generator, body: Body) -> Result<Response, ApiE
             .await?;
     let includes_usage = common.includes_usage();
     let echoes = request.echo.unwrap_or(false);
-    let request = request.into_generation(common)?;
+    let request = body::translate(&permit, move || request.into_generation(common)).await?;
     let renderer = CompletionRenderer {
         meta: ResponseMeta::new("cmpl", "text_completion", includes_usage),
         tokenizer: None,

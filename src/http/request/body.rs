@@ -17,9 +17,9 @@ use tokio_stream::StreamExt;
 /// Slowest average rate of a body, in bytes per second. The rate is enforced after twice the timeout of a single chunk.
 const MIN_RATE: usize = 32 << 10;
 
-/// Size in bytes below which a body is parsed on the async thread, because parsing takes less time than a thread
-/// switch.
-const SMALL_BODY: usize = 16 << 10;
+/// Memory of a body and its values in bytes below which they are translated on the async thread, because this takes less
+/// time than a thread switch.
+const SMALL_REQUEST: usize = 48 << 10;
 
 /// Largest magnitude below which every integer is a float of 64 bits: 2^53.
 const MAX_WHOLE: f64 = 9_007_199_254_740_992.0;
@@ -116,12 +116,19 @@ where
         ParsedValues::Translated => 2 * parsed - bytes.len(),
     };
     permit.enter(needed).await?;
-    let is_small = bytes.len() < SMALL_BODY;
     let read = move || {
         json_repair::replace_lone_surrogates(&mut bytes);
         parse(&bytes)
     };
-    Ok((if is_small { read()? } else { permit.run(0, read).await?? }, permit))
+    Ok((translate(&permit, read).await?, permit))
+}
+
+/// Runs `step`, whose time grows with the body. The async threads only run the steps of small bodies.
+pub async fn translate<T: Send + 'static>(
+    permit: &MemoryPermit,
+    step: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
+) -> Result<T, ApiError> {
+    if permit.bytes() < SMALL_REQUEST { step() } else { permit.run(0, step).await? }
 }
 
 /// Parses an object, checks its field names, and drops the fields that are not in `known`.

@@ -20,6 +20,7 @@ use moestro_chat::grammar::{
 use moestro_engine::{Constraint, TokenMask};
 use serde_json::Value;
 use std::{
+    collections::BTreeSet,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::Arc,
     time::Duration,
@@ -77,8 +78,9 @@ impl RequestedFormat {
 
 /// The tools with these names, and their indices. `names` is `None` for all tools that the prompt defines.
 fn named(tools: &[Value], names: Option<&[String]>) -> Vec<(usize, Value)> {
-    let is_named = |tool: &Value| match names {
-        Some(names) => names.iter().any(|name| tool["function"]["name"] == **name),
+    let names: Option<BTreeSet<&str>> = names.map(|names| names.iter().map(String::as_str).collect());
+    let is_named = |tool: &Value| match &names {
+        Some(names) => tool["function"]["name"].as_str().is_some_and(|name| names.contains(name)),
         None => is_defined(tool),
     };
     tools.iter().enumerate().filter(|(_, tool)| is_named(tool)).map(|(index, tool)| (index, tool.clone())).collect()

@@ -154,7 +154,7 @@ impl ToolChoice {
 
     /// A call of the tool with this name is required. `at` is the path of the field with the name.
     pub fn function(name: &Value, tools: &[Value], at: &str) -> Result<Self, ApiError> {
-        Ok(Self::Required(Some(vec![known_name(name, tools, at)?])))
+        Ok(Self::Required(Some(vec![known_name(name, &names(tools), at)?.to_owned()])))
     }
 
     /// Reads `mode` and `tools` of an object with the path `at`. `name` returns the name in a tool. The model never calls a
@@ -171,8 +171,12 @@ impl ToolChoice {
         if listed.is_empty() {
             return Err(ApiError::wrong_value(tools_at, "must be a non-empty array of tools."));
         }
-        let offered = listed.iter().filter(|tool| !is_ignored(tool));
-        let names = offered.map(|tool| known_name(&name(tool), tools, &tools_at)).collect::<Result<Vec<_>, _>>()?;
+        let known = names(tools);
+        let mut seen = BTreeSet::new();
+        for tool in listed.iter().filter(|tool| !is_ignored(tool)) {
+            seen.insert(known_name(&name(tool), &known, &tools_at)?);
+        }
+        let names: Vec<_> = seen.into_iter().map(str::to_owned).collect();
         match allowed["mode"].as_str() {
             Some("auto") if names.is_empty() => Ok(Self::None),
             Some("auto") => Ok(Self::Auto(Some(names))),
@@ -194,11 +198,17 @@ impl ToolChoice {
     }
 }
 
-/// Checks that `name` is the name of one of the tools. `at` is the path of the field with the name.
-fn known_name(name: &Value, tools: &[Value], at: &str) -> Result<String, ApiError> {
-    match name.as_str() {
-        Some(name) if tools.iter().any(|tool| tool["function"]["name"] == name) => Ok(name.to_owned()),
-        Some(name) => Err(ApiError::wrong_value(at, format!("is `{}`, which is not the name of a tool.", quote(name)))),
+fn names(tools: &[Value]) -> BTreeSet<&str> {
+    tools.iter().filter_map(|tool| tool["function"]["name"].as_str()).collect()
+}
+
+/// The known name that equals `name`. `at` is the path of the field with the name.
+fn known_name<'a>(name: &Value, known: &BTreeSet<&'a str>, at: &str) -> Result<&'a str, ApiError> {
+    match name.as_str().map(|name| known.get(name).copied().ok_or(name)) {
+        Some(Ok(known)) => Ok(known),
+        Some(Err(name)) => {
+            Err(ApiError::wrong_value(at, format!("is `{}`, which is not the name of a tool.", quote(name))))
+        }
         None => Err(ApiError::wrong_type(at, "must be the name of a tool.")),
     }
 }
@@ -206,6 +216,8 @@ fn known_name(name: &Value, tools: &[Value], at: &str) -> Result<String, ApiErro
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::http::request::RequestedFormat;
+    use test_support::thread_cpu::cpu_time_of;
 
     /// The field that an error names.
     fn param(result: Result<Vec<Value>, ApiError>) -> String {
@@ -230,6 +242,22 @@ mod tests {
         assert!(choice("required", &tools[..1]).is_err() && choice("required", &tools[..2]).is_ok());
         let named = json!({"type": "function", "function": {"name": "f"}});
         assert_eq!(ToolChoice::parse(Some(&named), &tools[..1]), Ok(ToolChoice::Required(Some(vec!["f".into()]))));
+    }
+
+    #[test]
+    fn many_allowed_tools_are_read_in_linear_time() {
+        let tool = |at: usize| json!({"type": "function", "function": {"name": format!("f{at}")}});
+        let tools: Vec<Value> = (0..20_000).map(tool).collect();
+        let choice = json!({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": tools}});
+        let time = cpu_time_of(|| {
+            let choice = ToolChoice::parse(Some(&choice), &tools).unwrap();
+            RequestedFormat::new(None, &tools, &choice, true, chat_path).unwrap();
+        });
+        assert!(time.as_secs() < 5, "{time:?}");
+        let [one, other] = ["f7", "f10"].map(|name| json!({"function": {"name": name}}));
+        let repeated = json!({"type": "allowed_tools", "mode": "required", "tools": [one, other, one]});
+        let names = vec!["f10".into(), "f7".into()];
+        assert_eq!(ToolChoice::parse(Some(&repeated), &tools), Ok(ToolChoice::Required(Some(names))));
     }
 
     #[test]

@@ -11,6 +11,7 @@ use crate::http::{
         unix_seconds,
     },
     output::{self, AnswerText, FinishReason, Finished, Output, Renderer, Usage},
+    request::body,
 };
 use axum::{
     body::Body,
@@ -29,7 +30,7 @@ pub async fn compact(server: Generator, body: Body) -> Result<Response, ApiError
     input.push(json!({"role": "user", "content": REQUEST}));
     // The prompt keeps the tools, so that the cached beginning of the prompt is used, but the answer must be text.
     request.answer_as_text();
-    let request = request.into_generation(history, input)?;
+    let request = body::translate(&permit, move || request.into_generation(history, input)).await?;
     server.generate(request, permit, CompactionRenderer { kept }).await
 }
 

@@ -40,14 +40,14 @@ const STREAM_COPIES: usize = 6;
 pub async fn responses(server: Generator, body: Body) -> Result<Response, ApiError> {
     let (request, history, input, permit) = request::read(&server.state, body).await?;
     let renderer = ResponsesRenderer::new(&request, server.state.clone(), &history, input.clone());
-    let request = request.into_generation(history, input)?;
+    let request = body::translate(&permit, move || request.into_generation(history, input)).await?;
     server.generate(request, permit, renderer).await
 }
 
 /// Counts the tokens of a request's prompt without generating anything. Checks the request as if it were answered.
 pub async fn input_tokens(server: Generator, body: Body) -> Result<Json<Value>, ApiError> {
     let (request, history, input, permit) = request::read(&server.state, body).await?;
-    let request = request.into_generation(history, input)?;
+    let request = body::translate(&permit, move || request.into_generation(history, input)).await?;
     let tokens = server.count_tokens(request, permit).await?;
     Ok(Json(json!({"object": "response.input_tokens", "input_tokens": tokens})))
 }

@@ -33,9 +33,6 @@ pub const ENCRYPTED_REASONING: &str = "reasoning.encrypted_content";
 /// Type of a tool search, and the name of its function.
 pub const TOOL_SEARCH: &str = "tool_search";
 
-/// The fields by which `tool_choice` names a tool that is not a function.
-const IDENTITY: [&str; 3] = ["type", "name", "server_label"];
-
 #[derive(Debug, Default, Deserialize)]
 pub struct ResponsesRequest {
     /// The fields that have the same name in chat completions.
@@ -124,11 +121,11 @@ impl ResponsesRequest {
         Ok(functions)
     }
 
-    /// The tools of the request and of `items` that the model never calls, without their descriptions.
-    fn ignored_tools<'a>(&'a self, items: impl IntoIterator<Item = &'a Value>) -> Vec<Value> {
+    /// The tools of the request and of `items` that the model never calls.
+    fn ignored_tools<'a>(&'a self, items: impl IntoIterator<Item = &'a Value>) -> IgnoredTools {
         let is_offered = |tool: &Value| tool["type"] == "function" || tool["type"] == "namespace" || is_search(tool);
         let tools = self.all_tools(items).filter(|tool| tool["type"].is_string() && !is_offered(tool));
-        tools.map(|tool| IDENTITY.iter().map(|&field| (field.to_owned(), tool[field].clone())).collect()).collect()
+        IgnoredTools(tools.flat_map(|tool| IgnoredTools::keys(tool, |field| [FieldKey::Any, field])).collect())
     }
 
     /// The tools of the request and of `items`, with namespaces as one tool.
@@ -254,6 +251,37 @@ impl ResponsesRequest {
     }
 }
 
+/// The tools that the model never calls, by the fields with which `tool_choice` names them: `type`, `name` and
+/// `server_label`. A tool has a key for each choice of the fields that `tool_choice` may leave out.
+struct IgnoredTools(BTreeSet<[FieldKey; 3]>);
+
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
+enum FieldKey {
+    Any,
+    Absent,
+    Text(String),
+}
+
+impl IgnoredTools {
+    /// True if a tool has the fields of `named`, which are not null. A tool may lack a field: `name` may be the name of a
+    /// tool of an MCP server, which the request does not list.
+    fn has(&self, named: &Value) -> bool {
+        let either = |field| match field {
+            FieldKey::Absent => [FieldKey::Any, FieldKey::Any],
+            text => [FieldKey::Absent, text],
+        };
+        Self::keys(named, either).any(|key| self.0.contains(&key))
+    }
+
+    /// The keys of a tool. `of` returns the keys of one of the two fields that may be absent.
+    fn keys(tool: &Value, of: impl Fn(FieldKey) -> [FieldKey; 2]) -> impl Iterator<Item = [FieldKey; 3]> {
+        let [kind, name, label] = ["type", "name", "server_label"]
+            .map(|at| tool[at].as_str().map_or(FieldKey::Absent, |text| FieldKey::Text(text.to_owned())));
+        let labels = of(label);
+        of(name).into_iter().flat_map(move |name| labels.clone().map(|label| [kind.clone(), name.clone(), label]))
+    }
+}
+
 /// Path of a tool's field in the Responses API.
 fn tool_path(index: usize, field: &str) -> String {
     format!("tools[{index}].{field}")
@@ -290,22 +318,16 @@ fn tool(tool: &Value, at: &str) -> Result<Option<Value>, ApiError> {
 }
 
 /// Reads `tool_choice`. `tools` has the functions, and `ignored` the tools that the model never calls.
-fn tool_choice(choice: &Value, tools: &[Value], ignored: &[Value]) -> Result<ToolChoice, ApiError> {
+fn tool_choice(choice: &Value, tools: &[Value], ignored: &IgnoredTools) -> Result<ToolChoice, ApiError> {
     let choice = match (choice, choice["type"].as_str()) {
         (Value::String(word), _) => ToolChoice::from_word(word)?,
         (_, Some("function")) => ToolChoice::function(&choice["name"], tools, "tool_choice.name")?,
         (_, Some("allowed_tools")) => {
-            let is_same = |named: &Value, tool: &Value| {
-                // `name` may be the name of a tool of an MCP server, which the request does not list.
-                let is_equal = |&at: &&str| named[at].is_null() || tool[at].is_null() || named[at] == tool[at];
-                named["type"] == tool["type"] && IDENTITY.iter().all(is_equal)
-            };
-            let is_ignored = |named: &Value| ignored.iter().any(|tool| is_same(named, tool));
             let name = |named: &Value| match named["type"].as_str() {
                 Some(kind) if kind != "function" => named.get("name").cloned().unwrap_or_else(|| kind.into()),
                 _ => named["name"].clone(),
             };
-            ToolChoice::allowed(choice, name, is_ignored, tools, "tool_choice")?
+            ToolChoice::allowed(choice, name, |named| ignored.has(named), tools, "tool_choice")?
         }
         (_, kind) => {
             let kind = kind.unwrap_or("missing");
@@ -347,6 +369,7 @@ mod tests {
     use super::*;
     use crate::http::layers::memory::RequestMemory;
     use moestro_base::metrics::Metrics;
+    use test_support::thread_cpu::cpu_time_of;
 
     fn request(more: Value) -> ResponsesRequest {
         let body = test_support::with(json!({"input": "Hi"}), more);
@@ -385,7 +408,7 @@ mod tests {
         let chat = chat(json!({"tools": [f, {"type": "web_search"}]}));
         let function = json!({"name": "f", "description": "d", "parameters": schema, "strict": true});
         assert_eq!(chat.tools, [json!({"type": "function", "function": function})]);
-        let choice = |choice: Value| tool_choice(&choice, &chat.tools, &[]);
+        let choice = |choice: Value| tool_choice(&choice, &chat.tools, &IgnoredTools(BTreeSet::new()));
         let names = || Some(vec!["f".to_owned()]);
         assert_eq!(choice(json!({"type": "function", "name": "f"})), Ok(ToolChoice::Required(names())));
         let allowed = json!({"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]});
@@ -428,7 +451,8 @@ mod tests {
                     (0..1 + picked as u32 % 3).map(|at| all[picked / all.len().pow(at) % all.len()]).collect();
                 let has = |kind: usize| list.iter().any(|(of, _)| *of == kind);
                 let names = list.iter().filter(|(kind, _)| *kind == 0);
-                let names: Vec<_> = names.map(|(_, tool)| tool["name"].as_str().unwrap().to_owned()).collect();
+                let names: BTreeSet<_> = names.map(|(_, tool)| tool["name"].as_str().unwrap().to_owned()).collect();
+                let names: Vec<_> = names.into_iter().collect();
                 let expected = match (has(2), has(0), mode) {
                     (true, ..) => None,
                     (_, true, "auto") => Some(ToolChoice::Auto(Some(names))),
@@ -439,13 +463,24 @@ mod tests {
                 let named: Vec<_> = list.iter().map(|(_, tool)| tool).collect();
                 let choice = json!({"type": "allowed_tools", "mode": mode, "tools": named});
                 let request = request(json!({"tools": tools, "tool_choice": choice}));
-                let [functions, ignored] = [request.functions(&[]).unwrap(), request.ignored_tools(&[])];
+                let (functions, ignored) = (request.functions(&[]).unwrap(), request.ignored_tools(&[]));
                 let found = tool_choice(&choice, &functions, &ignored);
                 if let Err(error) = &found {
                     assert_eq!(error.body()["error"]["param"], "tool_choice.tools", "{choice}");
                 }
                 assert_eq!(found.ok(), expected, "{choice}");
             }
+        }
+    }
+
+    #[test]
+    fn many_tools_are_matched_in_linear_time() {
+        for kinds in [["x"; 2], ["mcp"; 2], ["function", "x"]] {
+            let tool = |at: usize| json!({"type": kinds[at % 2], "name": format!("f{at}"), "server_label": "a"});
+            let tools: Vec<Value> = (0..10_000).map(tool).collect();
+            let choice = json!({"type": "allowed_tools", "mode": "auto", "tools": tools});
+            let time = cpu_time_of(|| drop(generation(json!({"tools": tools, "tool_choice": choice})).unwrap()));
+            assert!(time.as_secs() < 5, "{time:?}");
         }
     }
 
