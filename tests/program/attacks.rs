@@ -130,7 +130,7 @@ fn send_concurrently(server: &Server, count: usize, path: &str, body: &str) -> V
 
 type Attack = (&'static str, fn(&Server));
 
-const ATTACKS: [Attack; 7] = [
+const ATTACKS: [Attack; 8] = [
     ("a chat of 10 MB", |server| {
         let (status, answer) = server.ask("/v1/chat/completions", &chat(10_000_000));
         assert!([400, 413].contains(&status), "{answer}");
@@ -151,6 +151,35 @@ const ATTACKS: [Attack; 7] = [
         assert_eq!(server.ask("/v1/chat/completions", &body).0, 413);
         let ids = format!(r#"{{"tokens": [{zeros}0]}}"#);
         assert_eq!(server.ask("/detokenize", &ids).0, 413);
+    }),
+    ("earlier calls whose arguments are 4 MB of brackets", |server| {
+        let arguments = serde_json::json!(format!(r#"{{"a": [{}0]}}"#, "[[[0]]],".repeat(500_000)));
+        for (path, body) in [
+            (
+                "/v1/chat/completions",
+                format!(
+                    r#"{{"messages": [{{"role": "user", "content": "a"}}, {{"role": "assistant", "tool_calls":
+                        [{{"id": "1", "function": {{"name": "f", "arguments": {arguments}}}}}]}}]}}"#
+                ),
+            ),
+            (
+                "/v1/responses",
+                format!(
+                    r#"{{"input": [{{"type": "function_call", "call_id": "1", "name": "f", "arguments": {arguments}}},
+                        {{"role": "user", "content": "a"}}]}}"#
+                ),
+            ),
+            (
+                "/v1/messages",
+                format!(
+                    r#"{{"max_tokens": 2, "messages": [{{"role": "user", "content": "a"}}, {{"role": "assistant",
+                        "content": [{{"type": "tool_use", "id": "1", "name": "f", "input": {arguments}}}]}},
+                        {{"role": "user", "content": "a"}}]}}"#
+                ),
+            ),
+        ] {
+            assert_eq!(server.ask(path, &body).0, 413, "{path}");
+        }
     }),
     ("eight concurrent requests just below the limits", |server| {
         let nested =

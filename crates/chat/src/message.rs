@@ -2,6 +2,7 @@
 //!
 //! A message serializes to the message of OpenAI's chat completions that chat templates read.
 
+use crate::json_repair;
 use serde::{Serialize, Serializer, ser::SerializeMap};
 use serde_json::{Map, Value, json};
 use std::mem;
@@ -55,6 +56,21 @@ pub struct ToolCall(pub Value);
 impl ToolCall {
     pub fn new(id: Value, name: &str, arguments: Value) -> Self {
         Self(json!({"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}))
+    }
+
+    /// Arguments as an object, from their JSON text. Some clients send an empty text or `null` for none.
+    ///
+    /// The arguments of a truncated call are not valid JSON. Their text gets the name that Anthropic's API uses in this
+    /// case.
+    pub fn read_arguments(text: &str) -> Value {
+        if text.trim().is_empty() {
+            return json!({});
+        }
+        match serde_json::from_str(&json_repair::repair(text)) {
+            Ok(Value::Null) => json!({}),
+            Ok(object @ Value::Object(_)) => object,
+            _ => json!({"INVALID_JSON": text}),
+        }
     }
 }
 

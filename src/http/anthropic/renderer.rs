@@ -9,7 +9,7 @@ use crate::http::{
 };
 use axum::response::Response;
 use base64::{Engine, prelude::BASE64_STANDARD};
-use moestro_chat::{json_repair, parser::Delta};
+use moestro_chat::{ToolCall, parser::Delta};
 use serde_json::{Value, json};
 use std::mem;
 
@@ -228,9 +228,7 @@ fn blocks(deltas: impl IntoIterator<Item = Delta>, omits_thinking: bool) -> Vec<
         }
     }
     for (block, arguments) in calls {
-        // Anthropic's API also reports the arguments of a truncated call as `INVALID_JSON`.
-        let input = serde_json::from_str(&json_repair::repair(&arguments));
-        blocks[block]["input"] = input.unwrap_or_else(|_| json!({"INVALID_JSON": arguments}));
+        blocks[block]["input"] = ToolCall::read_arguments(&arguments);
     }
     blocks
 }

@@ -23,7 +23,7 @@ use crate::http::{
 };
 use axum::http::StatusCode;
 use moestro_base::{metrics::Metrics, platform::os};
-use moestro_chat::{Message, Part};
+use moestro_chat::{Message, Part, ToolCall};
 use parking_lot::RwLock;
 use prometheus::IntGauge;
 use serde_json::Value;
@@ -419,7 +419,14 @@ pub fn message_bytes<I>(message: &Message<I>) -> usize {
     let text = content.iter().flat_map(|content| &content.parts).map(part).sum::<usize>()
         + reasoning.as_ref().map_or(0, |(_, text)| text.len());
     let extra: usize = extra.iter().map(|field| field_bytes(field, JSON_VALUE_BYTES, RENDER_FACTOR)).sum();
-    nodes * JSON_VALUE_BYTES + RENDER_FACTOR * text + rendering_bytes(calls.iter().map(|call| &call.0)) + extra
+    let calls: usize = calls.iter().map(call_bytes).sum();
+    nodes * JSON_VALUE_BYTES + RENDER_FACTOR * text + calls + extra
+}
+
+/// Memory of rendering a call. The template's values are parsed from the arguments if these are text.
+fn call_bytes(call: &ToolCall) -> usize {
+    let text = call.0["function"]["arguments"].as_str().unwrap_or_default();
+    rendering_bytes([&call.0]) + parsed_bytes(text.as_bytes())
 }
 
 /// Memory of a JSON value with `node` bytes for each value and each name, and `factor` bytes for each byte of text.

@@ -4,11 +4,10 @@ use crate::http::{
     ApiError,
     models::LoadedModel,
     output::{self, AnswerCall, AnswerText, Choices, FinishReason, Finished, Output, Renderer, Usage},
-    request::messages::parse_arguments,
     sse::{Frames, StreamFormat},
 };
 use axum::response::Response;
-use moestro_chat::parser::Delta;
+use moestro_chat::{ToolCall, parser::Delta};
 use serde_json::{Value, json};
 use std::time::Instant;
 
@@ -139,7 +138,7 @@ impl Renderer for OllamaRenderer {
 
 /// A whole call as Ollama writes it.
 fn call_object(AnswerCall { name, arguments, .. }: AnswerCall) -> Value {
-    json!({"function": {"name": name, "arguments": parse_arguments(&arguments)}})
+    json!({"function": {"name": name, "arguments": ToolCall::read_arguments(&arguments)}})
 }
 
 /// The answer to a request without a prompt, which only loads or unloads the model.

@@ -16,7 +16,7 @@ use crate::http::{
         content_parts::{MessageOrigin, new_messages, replacement, take_thoughts},
     },
 };
-use moestro_chat::{Content, Message, Role, ToolCall, json_repair};
+use moestro_chat::{Content, Message, Role, ToolCall};
 use serde_json::{Map, Value, json};
 
 /// Separator between the texts of several parts.
@@ -63,26 +63,12 @@ pub fn call_name(name: &Value) -> &str {
     name.as_str().unwrap_or(UNNAMED_CALL)
 }
 
-/// Arguments of an earlier call, as an object, from an object or from text. Other values are read like their JSON text.
+/// Arguments of an earlier call, as an object or as JSON text. The text is parsed when the prompt is rendered, because its
+/// values need far more memory than the text.
 pub fn call_arguments(arguments: &Value) -> Value {
     match arguments {
-        Value::Object(_) => arguments.clone(),
-        Value::String(text) => parse_arguments(text),
-        other => parse_arguments(&other.to_string()),
-    }
-}
-
-/// Arguments of an earlier call, as an object, from their text. Some clients send an empty text or `null` for none.
-///
-/// The arguments of a truncated call are not valid JSON. Their text gets the name that Anthropic's API uses in this case.
-pub fn parse_arguments(text: &str) -> Value {
-    if text.trim().is_empty() {
-        return json!({});
-    }
-    match serde_json::from_str(&json_repair::repair(text)) {
-        Ok(Value::Null) => json!({}),
-        Ok(object @ Value::Object(_)) => object,
-        _ => json!({"INVALID_JSON": text}),
+        Value::Object(_) | Value::String(_) => arguments.clone(),
+        other => other.to_string().into(),
     }
 }
 
@@ -203,9 +189,7 @@ fn complete_tool_calls(calls: &mut Value) {
         if !function["name"].is_string() {
             function["name"] = UNNAMED_CALL.into();
         }
-        // The template parses text with an object.
-        let is_object = |text: &str| serde_json::from_str::<Map<String, Value>>(&json_repair::repair(text)).is_ok();
-        if !function["arguments"].as_str().is_some_and(is_object) {
+        if !function["arguments"].is_string() {
             function["arguments"] = call_arguments(&function["arguments"]);
         }
     }
@@ -260,21 +244,9 @@ mod tests {
     }
 
     #[test]
-    fn empty_call_arguments_are_an_object() {
-        for (arguments, read) in [
-            ("null", json!({})),
-            (" null\n", json!({})),
-            ("", json!({})),
-            ("{\"a\": 1}", json!("{\"a\": 1}")),
-            ("nul", json!({"INVALID_JSON": "nul"})),
-            ("\"null\"", json!({"INVALID_JSON": "\"null\""})),
-        ] {
-            let call = json!({"type": "function", "function": {"name": "f", "arguments": arguments}});
-            let message = json!({"role": "assistant", "tool_calls": [call]});
-            assert_eq!(checked(vec![message])[1]["tool_calls"][0]["function"]["arguments"], read, "{arguments}");
-        }
+    fn absent_values_of_calls_are_completed() {
         let missing = json!({"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f"}}]});
-        assert_eq!(checked(vec![missing])[1]["tool_calls"][0]["function"]["arguments"], json!({}));
+        assert_eq!(checked(vec![missing])[1]["tool_calls"][0]["function"]["arguments"], "null");
         let result = json!({"role": "tool", "tool_call_id": "c", "content": null});
         assert_eq!(checked(vec![result])[1]["content"], "");
     }
@@ -344,13 +316,13 @@ mod tests {
     #[test]
     fn malformed_calls_are_completed() {
         let call = |name: &str, arguments: Value| json!({"type": "function", "function": {"name": name, "arguments": arguments}});
-        let unnamed = json!({"id": null, "type": "function", "function": {"name": "unknown", "arguments": {}}});
+        let unnamed = json!({"id": null, "type": "function", "function": {"name": "unknown", "arguments": "null"}});
         let custom =
             json!({"id": 1, "type": "function", "function": {"name": "unknown", "arguments": {"input": null}}});
         for (calls, expected) in [
             (call("f", json!({})), json!([call("f", json!({}))])),
-            (json!([call("f", json!(5))]), json!([call("f", json!({"INVALID_JSON": "5"}))])),
-            (json!([call("f", json!([1]))]), json!([call("f", json!({"INVALID_JSON": "[1]"}))])),
+            (json!([call("f", json!(5))]), json!([call("f", json!("5"))])),
+            (json!([call("f", json!([1]))]), json!([call("f", json!("[1]"))])),
             (json!([{"id": 1, "type": "custom", "custom": {}}]), json!([custom])),
             (json!(["f", {}, null]), json!([unnamed, unnamed, unnamed])),
             (
@@ -359,7 +331,7 @@ mod tests {
             ),
             (
                 json!([{"name": "f", "arguments": "{\"a\": 1}"}]),
-                json!([ToolCall::new(Value::Null, "f", json!({"a": 1})).0]),
+                json!([ToolCall::new(Value::Null, "f", json!("{\"a\": 1}")).0]),
             ),
         ] {
             let message = json!({"role": "assistant", "content": "", "tool_calls": calls});

@@ -1,8 +1,11 @@
 //! Converts messages from the format that OpenAI clients send to the format that templates read.
 
-use crate::{error::ChatError, json_repair, message::REASONING};
+use crate::{
+    error::ChatError,
+    message::{REASONING, ToolCall},
+};
 use serde::Serialize;
-use serde_json::{Map, Value};
+use serde_json::Value;
 
 /// Messages as templates read them. Parses the arguments of tool calls, which OpenAI clients send as a string and
 /// templates expect as an object. Copies reasoning to the field that templates read, as transformers does.
@@ -21,36 +24,18 @@ fn normalize(i: usize, message: &impl Serialize) -> Result<Value, ChatError> {
         fields.insert("reasoning_content".into(), reasoning);
     }
     if let Some(Value::Array(calls)) = fields.get_mut("tool_calls") {
-        for (j, call) in calls.iter_mut().enumerate() {
+        for call in calls {
             let call = if call.get("function").is_some() { call.get_mut("function") } else { Some(call) };
             if let Some(arguments) = call.and_then(|call| call.get_mut("arguments")) {
-                parse_arguments(arguments).map_err(|reason| {
-                    ChatError::Refused(format!("messages[{i}].tool_calls[{j}]: the arguments {reason}"))
-                })?;
+                *arguments = match arguments.take() {
+                    object @ Value::Object(_) => object,
+                    Value::String(text) => ToolCall::read_arguments(&text),
+                    other => ToolCall::read_arguments(&other.to_string()),
+                };
             }
         }
     }
     Ok(Value::Object(fields))
-}
-
-/// Parses a string into an object. Leaves an object unchanged. Some clients send an empty string or null if a call has
-/// no arguments.
-fn parse_arguments(arguments: &mut Value) -> Result<(), String> {
-    let parsed = match &*arguments {
-        Value::Object(_) => return Ok(()),
-        Value::Null => Value::Null,
-        Value::String(text) if text.trim().is_empty() => Value::Null,
-        Value::String(text) => {
-            serde_json::from_str(&json_repair::repair(text)).map_err(|e| format!("are not valid JSON: {e}"))?
-        }
-        _ => return Err("are not a JSON object".into()),
-    };
-    *arguments = match parsed {
-        Value::Object(object) => Value::Object(object),
-        Value::Null => Value::Object(Map::new()),
-        _ => return Err("are not a JSON object".into()),
-    };
-    Ok(())
 }
 
 #[cfg(test)]
@@ -71,6 +56,7 @@ mod tests {
         for (sent, read) in [
             (json!("{\"b\": 1, \"a\": 2}"), json!({"b": 1, "a": 2})),
             (json!(""), json!({})),
+            (json!(" null\n"), json!({})),
             (json!(null), json!({})),
             (json!("{\"a\": 1e999}"), json!({"a": "1e999"})),
         ] {
@@ -80,13 +66,21 @@ mod tests {
         assert_eq!(flat, json!({"tool_calls": [{"name": "f", "arguments": {}}]}));
     }
 
+    /// A refusal would repeat with every later turn.
     #[test]
-    fn arguments_other_than_objects_are_refused() {
-        let error = normalize_one(with_arguments(json!("{\"a\": "))).unwrap_err();
-        assert!(error.starts_with("messages[0].tool_calls[0]: the arguments are not valid JSON: "), "{error}");
-        for arguments in [json!("[1]"), json!("3"), json!([1]), json!(3)] {
-            let error = normalize_one(with_arguments(arguments)).unwrap_err();
-            assert_eq!(error, "messages[0].tool_calls[0]: the arguments are not a JSON object");
+    fn malformed_arguments_are_kept_as_text() {
+        for (arguments, text) in [
+            (json!("{\"a\": "), "{\"a\": "),
+            (json!("nul"), "nul"),
+            (json!("\"null\""), "\"null\""),
+            (json!("[1]"), "[1]"),
+            (json!([1]), "[1]"),
+            (json!(3), "3"),
+            (json!(format!("{{\"a\": {}0{}}}", "[".repeat(200), "]".repeat(200))), ""),
+        ] {
+            let read = normalize_one(with_arguments(arguments.clone())).unwrap();
+            let kept = if text.is_empty() { arguments.as_str().unwrap() } else { text };
+            assert_eq!(read, with_arguments(json!({"INVALID_JSON": kept})));
         }
         assert_eq!(normalize_one(json!("hi")).unwrap_err(), "messages[0] is not an object");
     }

@@ -279,3 +279,19 @@ async fn waiting_bodies_take_half_at_most() {
     assert_eq!(second.err().unwrap().status, 503);
     assert!(entrance.is_empty());
 }
+
+/// The template's values of a call need the same memory, whether its arguments are text or an object.
+#[test]
+fn arguments_as_text_count_like_an_object() {
+    let nested = "[[[0]]],".repeat(1000);
+    let names: String = (0..1000).map(|name| format!(r#""{name}":{{"":""}},"#)).collect();
+    for json in [r#"{"a":1}"#.into(), format!(r#"{{"a":[{nested}0]}}"#), format!(r#"{{{names}"b":{{}}}}"#)] {
+        let [text, object]: [Value; 2] = [json.clone().into(), serde_json::from_str(&json).unwrap()];
+        let bytes = |arguments: Value| {
+            let calls = vec![ToolCall::new(Value::Null, "f", arguments)];
+            message_bytes(&Message::<()>::assistant(String::new(), String::new(), calls))
+        };
+        let (text, object) = (bytes(text), bytes(object));
+        assert!(text >= object && text < 2 * object, "{text} and {object}");
+    }
+}
