@@ -20,7 +20,7 @@ use moestro_chat::{Message, Role};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::{BTreeMap, BTreeSet, btree_map::Entry},
     mem,
 };
 
@@ -180,15 +180,24 @@ impl ResponsesRequest {
                 return Err(ApiError::wrong_type("input", "must be a string or an array of items."));
             }
         };
+        // Each item is read from the store once, because the memory of the copies may evict it.
+        let mut found: BTreeMap<String, Value> = BTreeMap::new();
         let resolve = |(index, item): (usize, Value)| {
             // A reference may omit its type.
             let is_bare = item.get("type").is_none_or(Value::is_null) && item.get("role").is_none();
             match item["id"].as_str() {
                 Some(id) if item["type"] == "item_reference" || is_bare => {
-                    let item = store.item(id);
-                    let item = item.ok_or_else(|| ApiError::no_such_item(id, &format!("input[{index}]")))?;
-                    permit.grow(3 * value_bytes(&item))?;
-                    Ok(item)
+                    let item = match found.entry(id.to_owned()) {
+                        Entry::Occupied(entry) => entry.into_mut(),
+                        Entry::Vacant(entry) => {
+                            let item = store.item(id);
+                            let item = item.ok_or_else(|| ApiError::no_such_item(id, &format!("input[{index}]")))?;
+                            permit.grow(value_bytes(&item))?;
+                            entry.insert(item)
+                        }
+                    };
+                    permit.grow(3 * value_bytes(item))?;
+                    Ok(item.clone())
                 }
                 _ => Ok(item),
             }
@@ -540,8 +549,8 @@ mod tests {
 
     #[test]
     fn repeated_references_each_count_toward_memory() {
-        let store = ResponseStore::default();
-        let mut permit = permit();
+        let memory = RequestMemory::new(&Metrics::new("0", "cpu"));
+        let (store, mut permit) = (ResponseStore::within(memory.clone()), memory.permit());
         store.insert(None, Vec::new(), &json!({"id": "r", "output": [{"id": "m", "text": "x".repeat(100_000)}]}));
         let mut ask =
             |times: usize| request(json!({"input": vec![json!({"id": "m"}); times]})).take_input(&store, &mut permit);
