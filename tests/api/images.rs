@@ -14,10 +14,10 @@ use std::{
 };
 use test_support::{files::copy_files, own_process::ran_in_own_process};
 
-const FIXTURE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/vision");
+pub const FIXTURE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/vision");
 const NOT_SHOWN: &str = "x-moestro-images-not-shown";
 
-fn options() -> (LoadOptions, Options) {
+pub fn options() -> (LoadOptions, Options) {
     let mut load = LoadOptions { threads: Some(2), ..LoadOptions::default() };
     load.plan.context = Some(1024);
     load.plan.prompt_cache = Some(64 << 20);
@@ -53,7 +53,7 @@ async fn serve_with_cache(checkpoint: &Path, dir: &Path) -> Server {
     serve_checkpoint(checkpoint, &load, Options { disk_cache, ..options }).await
 }
 
-fn file(name: &str) -> String {
+pub fn file(name: &str) -> String {
     STANDARD.encode(std::fs::read(format!("{FIXTURE}/images/{name}")).unwrap())
 }
 
@@ -66,11 +66,11 @@ fn picture(colour: [u8; 3]) -> String {
     STANDARD.encode(out)
 }
 
-fn url(data: &str) -> String {
+pub fn url(data: &str) -> String {
     format!("data:image/png;base64,{data}")
 }
 
-fn text(text: &str) -> Value {
+pub fn text(text: &str) -> Value {
     json!({"type": "text", "text": text})
 }
 
@@ -78,11 +78,11 @@ fn chat(messages: Value) -> Value {
     json!({"messages": messages, "max_tokens": 6, "temperature": 0})
 }
 
-fn user(parts: Value) -> Value {
+pub fn user(parts: Value) -> Value {
     json!({"role": "user", "content": parts})
 }
 
-fn image_url(data: &str) -> Value {
+pub fn image_url(data: &str) -> Value {
     json!({"type": "image_url", "image_url": {"url": url(data)}})
 }
 

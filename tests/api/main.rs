@@ -14,6 +14,7 @@ mod continue_final;
 mod deadline;
 mod deferred_tools;
 mod desktop_clients;
+mod image_placeholder;
 mod images;
 mod leave;
 mod malformed;

@@ -347,7 +347,7 @@ pub async fn serve_checkpoint_with(
     let state = Arc::new(state);
     let template = Template::load(dir).unwrap();
     state.serve_model(loaded("checkpoint", engine.clone(), tokenizer.clone(), &eos, template));
-    listen(ApiSet::Standard, state, engine, tokenizer, metrics, MockModel::default()).await
+    listen(ApiSet::WithOllama, state, engine, tokenizer, metrics, MockModel::default()).await
 }
 
 async fn listen(

@@ -104,6 +104,16 @@ impl Template {
         Ok(Self { env, special_tokens, info })
     }
 
+    /// The same template with `new` in place of `old` in its source.
+    ///
+    /// # Errors
+    /// The changed source is no template.
+    pub fn replace(&self, old: &str, new: &str) -> Result<Self, ChatError> {
+        let sources =
+            self.env.templates().map(|(name, template)| (name.to_owned(), template.source().replace(old, new)));
+        Self::new(sources.collect(), &self.info)
+    }
+
     /// Renders the prompt of a conversation.
     ///
     /// # Errors
@@ -281,6 +291,22 @@ fn template_error(error: Error) -> ChatError {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn replaced_text_is_not_written() {
+        let sources =
+            [(DEFAULT, "{% generation %}<a>{% endgeneration %}{{ eos_token }}{{ x }}"), (TOOL_USE, "{{ '<a>!' }}")];
+        let sources = sources.map(|(name, source)| (name.to_owned(), source.to_owned()));
+        let template = Template::new(sources.into(), &serde_json::json!({"eos_token": {"content": "<eos>"}})).unwrap();
+        let replaced = template.replace("<a>", "<b>").unwrap();
+        let kwargs = Map::from_iter([("x".to_owned(), "<a>".into())]);
+        for (tools, expected) in [(None, "<b><eos><a>"), (Some(&[][..]), "<b>!")] {
+            let conversation: Conversation =
+                Conversation { messages: &[], tools, kwargs: &kwargs, add_generation_prompt: false };
+            assert_eq!(replaced.render(&conversation).unwrap(), expected);
+            assert_eq!(template.render(&conversation).unwrap(), expected.replacen("<b>", "<a>", 1));
+        }
+    }
 
     #[test]
     fn panic_of_the_engine_is_an_error() {

@@ -9,7 +9,9 @@ use crate::http::{
     ApiError,
     layers::{MemoryPermit, RequestLog},
     models::LoadedModel,
-    request::{ImagePart, ImageSource, ImageUrls, content_parts::BASE64, image_urls::ImageDownloads},
+    request::{
+        ImagePart, ImageSource, ImageUrls, content_parts::BASE64, image_marker::ImageMarker, image_urls::ImageDownloads,
+    },
 };
 use base64::Engine;
 use moestro_chat::{Content, Message, Part, Role};
@@ -89,12 +91,14 @@ impl LoadedModel {
             }
             decoded.push(Message { role, content: decoded_content, reasoning, calls, extra });
         }
-        let has_images = decoded.iter().flat_map(Message::images).next().is_some();
-        if let Some(processor) = processor.filter(|_| has_images) {
-            let placeholder = self.tokenizer.token(processor.image_token).unwrap_or_default();
-            decoded.iter_mut().for_each(|message| message.change_texts(&|text| break_placeholder(text, &placeholder)));
-        }
         Ok(decoded)
+    }
+
+    /// The marker with which the images of these messages are rendered. `None` if there are no images.
+    pub fn image_marker(&self, messages: &[Message<Arc<Image>>]) -> Option<ImageMarker> {
+        messages.iter().flat_map(Message::images).next()?;
+        let placeholder = self.tokenizer.token(self.engine.images()?.image_token)?;
+        (!placeholder.is_empty()).then(|| ImageMarker::new(placeholder))
     }
 
     /// Replaces the placeholder of each image by as many placeholders as the image has tokens. `param` names the
@@ -108,10 +112,8 @@ impl LoadedModel {
         let Some(processor) = self.engine.images().filter(|_| !images.is_empty()) else { return Ok((ids, Vec::new())) };
         let count = images.len();
         place_images(ids, &images, processor.image_token).ok_or_else(|| {
-            let text = format!(
-                "The prompt does not have one image placeholder for each of its {count} images: a tool or a template \
-                 variable contains the placeholder as text, or the chat template leaves images out."
-            );
+            let text =
+                format!("The model's chat template does not write one placeholder for each of the {count} images.");
             ApiError::invalid(param, text)
         })
     }
@@ -218,19 +220,9 @@ fn decode_base64(text: &str) -> Result<Vec<u8>, NotShown> {
     decoded.map_err(|_| "is not valid base64".into())
 }
 
-/// Inserts a space into each image placeholder in a text, so that only images become placeholder tokens.
-fn break_placeholder(text: &mut String, placeholder: &str) {
-    if !placeholder.is_empty() && text.contains(placeholder) {
-        let (start, end) = placeholder.split_at(placeholder.len() / 2);
-        *text = text.replace(placeholder, &format!("{start} {end}"));
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::http::request::messages;
-    use serde_json::json;
 
     #[test]
     fn base64_may_have_breaks_and_no_padding() {
@@ -239,16 +231,5 @@ mod tests {
         }
         assert!(decode_base64("a*b").is_err());
         assert!(decode_base64(&"A".repeat(40 << 20)).unwrap_err().contains("bytes"));
-    }
-
-    #[test]
-    fn placeholder_in_text_is_broken() {
-        let call = json!({"function": {"name": "f", "arguments": {"a": ["<|image_pad|>"]}}});
-        let message = json!({"role": "assistant", "content": "x<|image_pad|>y", "reasoning": "<|image_pad|>",
-                             "name": "<|image_pad|>", "tool_calls": [call]});
-        let mut message = messages::read(vec![message]).unwrap().remove(0);
-        message.change_texts(&|text| break_placeholder(text, "<|image_pad|>"));
-        let text = serde_json::to_string(&message).unwrap();
-        assert!(!text.contains("<|image_pad|>") && text.contains("x<|imag e_pad|>y"), "{text}");
     }
 }

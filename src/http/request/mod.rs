@@ -9,6 +9,7 @@ pub mod continue_final;
 pub mod field_check;
 pub mod fields;
 mod generation_request;
+mod image_marker;
 pub mod image_urls;
 mod images;
 pub mod messages;

@@ -66,10 +66,16 @@ impl LoadedModel {
             return Err(ApiError::unsupported(chat.param, message));
         };
         chat.set_thinking(self.thinking.or(chat.default_thinking));
-        let prompt = render_with_tools(template, messages, &mut chat);
+        let image_marker = self.image_marker(&messages);
+        let marked = image_marker.as_ref().map(|marker| marker.template(template)).transpose()?;
+        let prompt = render_with_tools(marked.as_ref().unwrap_or(template), messages, &mut chat);
         let prompt = prompt.map_err(|error| ApiError::of_conversation(error, chat.param))?;
         let prompt = match &chat.end_marker {
             Some(marker) => marker.cut(prompt)?,
+            None => prompt,
+        };
+        let prompt = match image_marker {
+            Some(marker) => marker.write_placeholders(&prompt),
             None => prompt,
         };
         Ok((prompt, chat))
