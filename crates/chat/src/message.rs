@@ -126,27 +126,6 @@ impl<I> Message<I> {
             }
         }
     }
-
-    /// Calls `change` with every text of the message.
-    pub fn change_texts(&mut self, change: &impl Fn(&mut String)) {
-        for part in self.content.iter_mut().flat_map(|content| &mut content.parts) {
-            if let Part::Text(text) = part {
-                change(text);
-            }
-        }
-        self.reasoning.iter_mut().for_each(|(_, text)| change(text));
-        let values = self.calls.iter_mut().map(|call| &mut call.0).chain(self.extra.values_mut());
-        values.for_each(|value| change_texts(value, change));
-    }
-}
-
-fn change_texts(value: &mut Value, change: &impl Fn(&mut String)) {
-    match value {
-        Value::String(text) => change(text),
-        Value::Array(values) => values.iter_mut().for_each(|value| change_texts(value, change)),
-        Value::Object(fields) => fields.values_mut().for_each(|value| change_texts(value, change)),
-        _ => {}
-    }
 }
 
 impl<I> Content<I> {
@@ -295,14 +274,5 @@ mod tests {
         assert_eq!(define(vec![tool("f")]), "<f>");
         let parts = define(vec![text("a"), Part::Image(7), tool("f")]);
         assert_eq!((parts[0]["text"].clone(), parts[2]["text"].clone()), (json!("a"), json!("<f>")));
-    }
-
-    #[test]
-    fn every_text_can_be_changed() {
-        let mut message = read(json!({"role": "assistant", "reasoning": "x", "name": ["x"],
-                                      "tool_calls": [{"function": {"arguments": {"a": "x"}}}]}));
-        message.content = Some(Content::from("x".to_owned()));
-        message.change_texts(&|text| *text = text.replace('x', "y"));
-        assert!(!json(&message).contains(r#""x""#), "{}", json(&message));
     }
 }
