@@ -7,6 +7,7 @@ mod counting;
 #[cfg(target_os = "linux")]
 #[path = "../support/format_check.rs"]
 mod format_check;
+mod image_memory;
 mod mutated_images;
 #[cfg(target_os = "linux")]
 mod random_formats;

@@ -28,9 +28,6 @@ const LOW_DETAIL_TOKENS: usize = 256;
 const BLIND: &str =
     "cannot be shown, because this model cannot see images; send text, or use a model with a vision tower";
 
-/// Reason why an image is not shown that needs more memory than all requests have. Completes "the image ...".
-const TOO_MUCH_MEMORY: &str = "needs more memory than the server has for requests; send a smaller one";
-
 /// Reason why an image is not shown. Completes "the image ...".
 pub type NotShown = String;
 
@@ -201,9 +198,17 @@ async fn image_step<T: Send + 'static>(
     step: impl FnOnce() -> Result<T, ImageError> + Send + 'static,
 ) -> Result<Result<T, NotShown>, ApiError> {
     match permit.run(working, step).await {
-        Err(error) if error.status == 413 => Ok(Err(TOO_MUCH_MEMORY.to_owned())),
+        Err(error) if error.status == 413 => Ok(Err(too_much_memory(working))),
         output => Ok(output?.map_err(|error| error.to_string())),
     }
+}
+
+/// Reason why an image is not shown that needs more memory than all requests have. Completes "the image ...".
+pub fn too_much_memory(bytes: usize) -> NotShown {
+    format!(
+        "needs {} MiB of memory, more than the server has for requests; send a smaller one",
+        bytes.div_ceil(1 << 20)
+    )
 }
 
 /// Decodes base64, with or without line breaks and padding.

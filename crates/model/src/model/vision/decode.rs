@@ -3,13 +3,14 @@
 
 use super::{
     config::CHANNELS,
+    jpeg_frame::JpegFrame,
     pixel_blocks::PixelBlocks,
     resize::{MAX_RATIO, RgbImage},
     webp_tables,
 };
 use crate::error::ImageError;
 use image::{
-    DynamicImage, ImageDecoder, ImageFormat, Limits,
+    ColorType, DynamicImage, ImageDecoder, ImageFormat, Limits,
     codecs::{gif::GifDecoder, jpeg::JpegDecoder, png::PngDecoder, webp::WebPDecoder},
     metadata::Orientation,
 };
@@ -70,13 +71,6 @@ impl ImageHeader {
         if width.max(height) > width.min(height).saturating_mul(MAX_RATIO) {
             return Err(ImageError::Ratio { width, height, max: MAX_RATIO });
         }
-        // The decoder of progressive JPEG stores 16-bit coefficients. The decoders of WebP and GIF store a second
-        // frame.
-        let extra = match format {
-            ImageFormat::Png => 0,
-            ImageFormat::Jpeg => 6,
-            _ => 4,
-        };
         // These decoders copy the whole file. After that, they also copy its metadata or its partitions. The decoder of
         // JPEG joins parts of the metadata in a further copy.
         let len = encoded.len() as u64;
@@ -91,9 +85,26 @@ impl ImageHeader {
             }
             _ => 0,
         };
-        // Includes the image in RGB and a rotated copy.
-        let bytes = decoder.total_bytes() + pixels * (extra + 2 * CHANNELS as u64) + copies + DECODER_BYTES;
         let orientation = decoder.orientation().unwrap_or(Orientation::NoTransforms);
+        let output = decoder.total_bytes();
+        let rgb = pixels * CHANNELS as u64;
+        let frames = match format {
+            ImageFormat::Png | ImageFormat::Jpeg => {
+                let beside = match format {
+                    ImageFormat::Jpeg => JpegFrame::of(encoded).decoder_bytes(width as usize, height as usize) as u64,
+                    _ => 0,
+                };
+                let rotated = if swaps_sides(orientation) { output } else { 0 };
+                // Other colours are converted to RGBA, which is then blended, or to RGB.
+                let is_rgb = decoder.color_type() == ColorType::Rgb8;
+                let converted = if is_rgb { 0 } else { (output + 4 * pixels).max(4 * pixels + rgb) };
+                // The steps follow each other: decode, rotate, convert.
+                (output + beside).max(output + rotated).max(converted)
+            }
+            // The decoders of WebP and GIF store a second frame.
+            _ => output + 4 * pixels + 2 * rgb,
+        };
+        let bytes = frames + copies + DECODER_BYTES;
         let (width, height) = if swaps_sides(orientation) { (height, width) } else { (width, height) };
         Ok(Self { width, height, decoding_bytes: bytes as usize })
     }
@@ -228,7 +239,7 @@ fn on_white(rgba: &[u8]) -> Vec<u8> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use image::{ColorType, codecs::png::PngEncoder};
+    use image::codecs::png::PngEncoder;
 
     const FIXTURE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/fixtures/vision");
 

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `config` | dimensions of the tower, limits of image sizes |
 //! | `decode`, `pixel_blocks`, `resize`, `patches` | bytes to pixels, without metadata, to the tower's size, to its input rows |
+//! | `jpeg_frame` | memory of the decoder of JPEG |
 //! | `webp_tables` | memory of a WebP file's Huffman tables |
 //! | `processor` | all of these for one image |
 //! | `image` | an image and its place in a prompt; cache keys of its tokens |
@@ -15,6 +16,7 @@ mod activation;
 mod config;
 mod decode;
 mod image;
+mod jpeg_frame;
 mod patches;
 mod pixel_blocks;
 mod processor;

@@ -4,7 +4,7 @@ use super::{
     config::ImageLimits,
     decode::{self, ImageHeader},
     image::Image,
-    resize::{MAX_RATIO, target_size},
+    resize::{MAX_RATIO, resize_bytes, target_size},
 };
 use crate::error::ImageError;
 use parking_lot::Mutex;
@@ -44,7 +44,10 @@ impl ImageProcessor {
 
     /// Maximum number of bytes that [`ImageProcessor::prepare`] needs for this image. Reads the header and the metadata.
     pub fn working_bytes(&self, encoded: &[u8]) -> Result<usize, ImageError> {
-        ImageHeader::read(encoded).map(|header| header.decoding_bytes)
+        let ImageHeader { height, width, decoding_bytes } = ImageHeader::read(encoded)?;
+        let target = target_size(height, width, &self.limits);
+        let scaling = target.map_or(0, |(high, wide)| resize_bytes([height, width].map(|side| side as usize), [high, wide]));
+        Ok(decoding_bytes.max(scaling))
     }
 
     /// Decodes an image and scales it to at most `max_tokens` tokens.

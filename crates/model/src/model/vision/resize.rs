@@ -13,6 +13,8 @@ use super::config::{CHANNELS, ImageLimits};
 pub const MAX_RATIO: u32 = 200;
 /// The ratio of height to width above which columns are scaled before rows, if the height shrinks.
 const TALL_RATIO: usize = 100;
+/// Maximum number of bytes of the weights and sums of a pass.
+const WEIGHT_BYTES: usize = 4 << 20;
 /// Number of bits after the binary point of a weight.
 const FRACTION: u32 = 22;
 
@@ -58,6 +60,13 @@ pub fn target_size(height: u32, width: u32, limits: &ImageLimits) -> Option<(usi
     let most = limits.max_tokens();
     let (high, wide) = (high.min((most / wide).max(1)), wide.min((most / high).max(1)));
     Some((high * limits.factor, wide * limits.factor))
+}
+
+/// Maximum number of bytes that scaling an image needs, with the image itself. Sizes are height and width.
+pub fn resize_bytes(from: [usize; 2], to: [usize; 2]) -> usize {
+    // The image after the first pass.
+    let between = (from[0] * to[1]).max(to[0] * from[1]);
+    CHANNELS * (from[0] * from[1] + between + to[0] * to[1]) + WEIGHT_BYTES
 }
 
 impl RgbImage {
