@@ -8,6 +8,7 @@
 
 use crate::http::ApiError;
 use std::{
+    future::Future,
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed},
@@ -79,7 +80,7 @@ impl Entrance {
         }
         let wait = async {
             loop {
-                let freed = self.freed.notified();
+                let freed = self.freed();
                 if let Some(share) = self.take(bytes, total() / PARTS) {
                     let place = EntrancePlace { entrance: self.clone(), share };
                     if reserve()? {
@@ -88,7 +89,7 @@ impl Entrance {
                     place.give_back();
                 }
                 // Another request may just have tried, and have taken the room for a moment.
-                let _ = timeout(RETRY, freed).await;
+                freed.await;
             }
         };
         timeout(self.max_wait, wait).await.unwrap_or_else(|_| Err(ApiError::memory_in_use()))
@@ -111,6 +112,14 @@ impl Entrance {
             Share::None => {}
             Share::Bytes(bytes) => _ = self.inside.fetch_sub(bytes, Relaxed),
             Share::Largest => self.has_largest.store(false, Relaxed),
+        }
+    }
+
+    /// Waits until memory is free again, but at most [`RETRY`]. Memory that becomes free before the wait counts, too.
+    pub fn freed(&self) -> impl Future<Output = ()> {
+        let freed = self.freed.notified();
+        async {
+            let _ = timeout(RETRY, freed).await;
         }
     }
 

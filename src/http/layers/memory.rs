@@ -3,7 +3,8 @@
 //! A request gets memory from its [`MemoryPermit`]s before it allocates. A request is refused with 503 if other requests
 //! hold the memory, and with 413 if it would not fit even alone. A body waits for the memory of its parsed values, see
 //! [`Entrance`]. All estimates of memory are in this file.
-//! The memory of a step is reserved when its turn comes, so waiting requests do not hold it.
+//! The memory of a step is reserved when its turn comes, so waiting requests do not hold it. If other steps hold the
+//! memory, the step lets the next one have its turn, and tries again until they end.
 //!
 //! | stage of a request | holds | and until the step ends |
 //! |---|---|---|
@@ -24,7 +25,7 @@ use crate::http::{
 use axum::http::StatusCode;
 use moestro_base::{metrics::Metrics, platform::os};
 use moestro_chat::{Message, Part, ToolCall};
-use parking_lot::RwLock;
+use parking_lot::{Mutex, RwLock};
 use prometheus::IntGauge;
 use serde_json::Value;
 use std::{
@@ -37,6 +38,7 @@ use std::{
 use tokio::{
     sync::{OwnedSemaphorePermit, Semaphore},
     task::spawn_blocking,
+    time::{Instant, timeout_at},
 };
 
 /// Bytes of memory for all requests before the memory plan is known.
@@ -119,6 +121,8 @@ pub struct RequestMemory {
     entrance: Arc<Entrance>,
     gauge: IntGauge,
     steps: Arc<Semaphore>,
+    /// Number of steps that hold working memory.
+    working_steps: Mutex<usize>,
     /// A semaphore with one permit, because output formats are compiled one at a time. A request holds the permit.
     compilations: Arc<Semaphore>,
     /// A thread that compiles holds a permit until it ends, even if the client disconnects.
@@ -138,6 +142,7 @@ impl RequestMemory {
             entrance: Entrance::new(entrance::MAX_WAIT),
             gauge: metrics.request_memory.clone(),
             steps: Arc::new(Semaphore::new(1)),
+            working_steps: Mutex::new(0),
             compilations: Arc::new(Semaphore::new(1)),
             compiler_threads: Arc::new(Semaphore::new(COMPILER_THREADS)),
             allows_two_steps: AtomicBool::new(false),
@@ -228,6 +233,9 @@ pub struct MemoryPermit {
     entrance_place: Option<EntrancePlace>,
 }
 
+/// The working memory of a step.
+struct WorkingMemory(MemoryPermit);
+
 struct HeldBytes {
     memory: Arc<RequestMemory>,
     /// Size of all permits of the request.
@@ -317,16 +325,39 @@ impl MemoryPermit {
         }
     }
 
-    /// Runs one step on a blocking thread when its turn comes. The step needs `working` bytes until it ends. If the caller
-    /// is dropped while the step waits for its turn, the step does not start.
+    /// Runs one step on a blocking thread when its turn comes. The step needs `working` bytes until it ends. Waits while
+    /// other steps hold this memory. If the caller is dropped while the step waits, the step does not start.
     pub async fn run<T: Send + 'static>(
         &self,
         working: usize,
         step: impl FnOnce() -> T + Send + 'static,
     ) -> Result<T, ApiError> {
-        let turn = turn(&self.held.memory.steps).await?;
-        let working = self.reserve(working)?;
-        self.run_beside_steps((working, turn), step).await
+        let memory = &self.held.memory;
+        let mut deadline = None;
+        loop {
+            let freed = memory.entrance.freed();
+            let turn = turn(&memory.steps).await?;
+            if let Some(working) = self.reserve_working(working)? {
+                return self.run_beside_steps((working, turn), step).await;
+            }
+            // A step that needs less memory may run first.
+            drop(turn);
+            let deadline = *deadline.get_or_insert_with(|| Instant::now() + entrance::MAX_WAIT);
+            timeout_at(deadline, freed).await.map_err(|_| ApiError::memory_in_use())?;
+        }
+    }
+
+    /// Reserves `bytes` for a step. Returns `None` if other steps hold them. Requests that only hold memory and run no
+    /// step could wait for each other for ever, so then the memory is refused.
+    fn reserve_working(&self, bytes: usize) -> Result<Option<WorkingMemory>, ApiError> {
+        let mut steps = self.held.memory.working_steps.lock();
+        let mut own = self.reserve(0)?;
+        match own.try_grow(bytes)? {
+            true => *steps += usize::from(bytes > 0),
+            false if *steps == 0 => return Err(ApiError::memory_in_use()),
+            false => return Ok(None),
+        }
+        Ok(Some(WorkingMemory(own)))
     }
 
     /// Runs one compilation, which needs `working` bytes, on a blocking thread when its turn comes. If the caller is
@@ -364,6 +395,16 @@ impl MemoryPermit {
 /// Waits for a turn, in order of arrival.
 async fn turn(turns: &Arc<Semaphore>) -> Result<OwnedSemaphorePermit, ApiError> {
     turns.clone().acquire_owned().await.map_err(|_| ApiError::failed("The server stops."))
+}
+
+impl Drop for WorkingMemory {
+    fn drop(&mut self) {
+        let bytes = self.0.bytes();
+        // The memory is free before the step no longer counts, so a step that finds no memory knows that it may wait.
+        self.0.held.release(bytes);
+        self.0.held.bytes.store(0, Relaxed);
+        *self.0.held.memory.working_steps.lock() -= usize::from(bytes > 0);
+    }
 }
 
 impl HeldBytes {

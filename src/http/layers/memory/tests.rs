@@ -87,6 +87,52 @@ async fn waiting_step_holds_no_working_memory() {
     assert_eq!(waiting.await.unwrap(), 7);
 }
 
+/// Starts a step that needs `bytes` and runs until the sender is dropped.
+async fn running_step(memory: &Arc<RequestMemory>, bytes: usize) -> (std::sync::mpsc::Sender<()>, JoinSet<()>) {
+    let (release, wait) = std::sync::mpsc::channel::<()>();
+    let permit = memory.permit();
+    let mut tasks = JoinSet::new();
+    tasks.spawn(async move { _ = permit.run(bytes, move || wait.recv()).await.unwrap() });
+    while memory.used() < bytes {
+        sleep(Duration::from_millis(1)).await;
+    }
+    (release, tasks)
+}
+
+#[tokio::test]
+async fn step_waits_for_memory_of_steps() {
+    let memory = memory(64 * MIB);
+    memory.set_plan((64 * MIB + 2 * STEP_BYTES) as u64);
+    let (release, mut running) = running_step(&memory, 40 * MIB).await;
+    let mut waiting = JoinSet::new();
+    for bytes in [30 * MIB, 40 * MIB, 48 * MIB, 40 * MIB] {
+        let permit = memory.permit();
+        waiting.spawn(async move { permit.run(bytes, || ()).await });
+    }
+    sleep(Duration::from_millis(20)).await;
+    // The second turn is free for steps that fit.
+    for bytes in [0, LARGE_BYTES, 8 * MIB] {
+        timeout(Duration::from_secs(5), memory.permit().run(bytes, || ())).await.expect("it fits").unwrap();
+    }
+    assert_eq!(memory.permit().run(60 * MIB, || ()).await.unwrap_err().status, 413, "more than the plan has");
+    assert!(waiting.try_join_next().is_none(), "it waits");
+    drop(release);
+    running.join_next().await.unwrap().unwrap();
+    while let Some(waited) = waiting.join_next().await {
+        waited.unwrap().unwrap();
+    }
+    assert_eq!((memory.used(), *memory.working_steps.lock()), (0, 0));
+}
+
+#[tokio::test]
+async fn step_beside_idle_requests_is_refused() {
+    let memory = memory(MIB);
+    let held = memory.permit().reserve(700 << 10).unwrap();
+    let refused = timeout(Duration::from_secs(5), memory.permit().run(600 << 10, || ())).await.expect("no step ends");
+    assert_eq!(refused.unwrap_err().status, 503);
+    drop(held);
+}
+
 #[tokio::test]
 async fn compilation_does_not_delay_steps() {
     let memory = memory(64 << 20);
