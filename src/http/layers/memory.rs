@@ -295,6 +295,18 @@ impl MemoryPermit {
         self.resize(self.bytes().saturating_add(bytes))
     }
 
+    /// Adds `bytes` to the permit. Waits until `deadline` while other requests hold the memory.
+    pub async fn grow_before(&mut self, bytes: usize, deadline: Instant) -> Result<(), ApiError> {
+        let memory = self.held.memory.clone();
+        loop {
+            let freed = memory.entrance.freed();
+            if self.try_grow(bytes)? {
+                return Ok(());
+            }
+            timeout_at(deadline, freed).await.map_err(|_| ApiError::memory_in_use())?;
+        }
+    }
+
     pub fn bytes(&self) -> usize {
         self.held.bytes.load(Relaxed)
     }
