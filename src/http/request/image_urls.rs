@@ -168,7 +168,7 @@ impl Download {
     /// Sends the request. Blocks until the head of the answer has arrived. Follows no redirects.
     fn start(self, timeout: Duration) -> Result<ImageBody, String> {
         let request = self.agent.get(self.uri).header("accept-encoding", "identity");
-        let request = request.config().timeout_global(Some(timeout)).build();
+        let request = request.config().timeout_global(Some(timeout)).http_status_as_error(false).build();
         let response = request.call().map_err(|error| failed(&self.host, &error))?;
         if !response.status().is_success() {
             return Err(format!("cannot be fetched from its URL: status {}", response.status().as_u16()));

@@ -56,6 +56,10 @@ fn fetch_follows_no_redirect() {
     let target = answer_once([ok(6), b"secret".to_vec()].concat());
     let redirect = format!("HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:{target}/\r\nContent-Length: 0\r\n\r\n");
     assert!(fetch(redirect.into_bytes()).unwrap_err().contains("302"));
+    for status in [403, 404, 503] {
+        let refused = format!("HTTP/1.1 {status} No\r\nContent-Length: 0\r\n\r\n");
+        assert!(fetch(refused.into_bytes()).unwrap_err().ends_with(&format!(": status {status}")), "{status}");
+    }
     let length = ImageProcessor::MAX_ENCODED_BYTES + 1;
     assert!(fetch([ok(length), vec![0; length]].concat()).is_err(), "too long");
 }
