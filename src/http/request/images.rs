@@ -31,6 +31,20 @@ const BLIND: &str =
 /// Reason why an image is not shown. Completes "the image ...".
 pub type NotShown = String;
 
+/// A file that a step owns, so that its memory counts until the step ends, even if the client disconnects.
+struct EncodedImage {
+    bytes: Vec<u8>,
+    /// The memory of a downloaded file. The permit of the request holds the memory of other files.
+    _permit: Option<MemoryPermit>,
+}
+
+impl EncodedImage {
+    /// A closure that calls this method owns the permit, too.
+    fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
 impl LoadedModel {
     /// Decodes the images of a conversation. Images that are not shown are replaced by sentences. `permit` grows by the
     /// bytes of the pixels.
@@ -166,26 +180,28 @@ async fn decode(
     let encoded = match mem::replace(&mut part.source, ImageSource::Invalid("was read")) {
         ImageSource::Invalid(why) => Err(why.to_owned()),
         // The permit holds the memory of the body's text, which the decoded copy uses.
-        ImageSource::Base64(text) => permit.run(0, move || decode_base64(&text)).await?.map(|encoded| (encoded, None)),
+        ImageSource::Base64(text) => {
+            permit.run(0, move || decode_base64(text)).await?.map(|bytes| EncodedImage { bytes, _permit: None })
+        }
         ImageSource::Url(url) => {
             let fetched = downloads.fetch(url, part.is_new, permit).await?;
-            fetched.map(|(encoded, own)| (encoded, Some(own)))
+            fetched.map(|(bytes, own)| EncodedImage { bytes, _permit: Some(own) })
         }
     };
-    let (encoded, _downloaded) = match encoded {
+    let encoded = match encoded {
         Ok(encoded) => encoded,
         Err(why) => return Ok(Err(why)),
     };
     // The header is read in a step, because the metadata of a large file takes long.
-    let header_bytes = ImageProcessor::header_bytes(&encoded);
+    let header_bytes = ImageProcessor::header_bytes(encoded.bytes());
     let reader = processor.clone();
-    let header = move || Ok((reader.working_bytes(&encoded)?, encoded));
+    let header = move || Ok((reader.working_bytes(encoded.bytes())?, encoded));
     let (working, encoded) = match image_step(permit, header_bytes, header).await? {
         Ok(header) => header,
         Err(why) => return Ok(Err(why)),
     };
     let max_tokens = part.low_detail.then_some(LOW_DETAIL_TOKENS);
-    let image = image_step(permit, working, move || processor.prepare(&encoded, max_tokens)).await?;
+    let image = image_step(permit, working, move || processor.prepare(encoded.bytes(), max_tokens)).await?;
     permit.grow(image.as_ref().map_or(0, |image| image.pixels.data.len()))?;
     Ok(image)
 }
@@ -211,30 +227,89 @@ pub fn too_much_memory(bytes: usize) -> NotShown {
     )
 }
 
-/// Decodes base64, with or without line breaks and padding.
-fn decode_base64(text: &str) -> Result<Vec<u8>, NotShown> {
+/// Decodes base64, with or without line breaks and padding. Makes no copy of the text.
+fn decode_base64(text: String) -> Result<Vec<u8>, NotShown> {
     let bytes = text.len() / 4 * 3;
     if bytes > ImageProcessor::MAX_ENCODED_BYTES {
         return Err(ImageError::Bytes { bytes, max: ImageProcessor::MAX_ENCODED_BYTES }.to_string());
     }
-    let decoded = if text.contains(|c: char| c.is_ascii_whitespace()) {
-        BASE64.decode(text.split_ascii_whitespace().collect::<String>())
-    } else {
-        BASE64.decode(text)
-    };
-    decoded.map_err(|_| "is not valid base64".into())
+    let mut text = text.into_bytes();
+    text.retain(|byte| !byte.is_ascii_whitespace());
+    BASE64.decode(text).map_err(|_| "is not valid base64".into())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::http::layers::RequestMemory;
+    use moestro_base::metrics::Metrics;
+    use moestro_model::model::ImageLimits;
+    use std::{
+        io::{Read, Write},
+        net::TcpListener,
+        time::Duration,
+    };
 
     #[test]
     fn base64_may_have_breaks_and_no_padding() {
         for text in ["aGk=", "aGk", "aG\nk=", " aGk=\r\n"] {
-            assert_eq!(decode_base64(text).unwrap(), b"hi", "{text:?}");
+            assert_eq!(decode_base64(text.into()).unwrap(), b"hi", "{text:?}");
         }
-        assert!(decode_base64("a*b").is_err());
-        assert!(decode_base64(&"A".repeat(40 << 20)).unwrap_err().contains("bytes"));
+        assert!(decode_base64("a*b".into()).is_err());
+        assert!(decode_base64("A".repeat(40 << 20)).unwrap_err().contains("bytes"));
+    }
+
+    /// A host that sends this file once.
+    fn host_of(file: Vec<u8>) -> String {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let host = listener.local_addr().unwrap().to_string();
+        std::thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            let _ = stream.read(&mut [0; 4096]);
+            let head = format!("HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n", file.len());
+            let _ = stream.write_all(&[head.as_bytes(), &file].concat());
+        });
+        host
+    }
+
+    #[tokio::test]
+    async fn download_counts_until_its_step_ends() {
+        const SIDE: u32 = 6000;
+        let mut file = Vec::new();
+        let encoder = image::codecs::png::PngEncoder::new(&mut file);
+        let pixels = vec![0; (SIDE * SIDE) as usize];
+        image::ImageEncoder::write_image(encoder, &pixels, SIDE, SIDE, image::ExtendedColorType::L8).unwrap();
+        // Bytes after the image are ignored.
+        file.extend(vec![0; 8 << 20]);
+        let limits = ImageLimits { min_pixels: 4096, max_pixels: 65_536, factor: 32, mean: [0.5; 3], std: [0.5; 3] };
+        let processor = Arc::new(ImageProcessor::new(limits, 0));
+        let working = processor.working_bytes(&file).unwrap();
+        let memory = RequestMemory::new(&Metrics::new("0", "cpu"));
+        memory.set_plan(1 << 30);
+        let len = file.len();
+        let host = host_of(file);
+        let mut part = ImagePart {
+            source: ImageSource::Url(format!("http://{host}/")),
+            low_detail: false,
+            at: String::new(),
+            is_new: true,
+            separator: "",
+        };
+        let mut permit = memory.permit();
+        let mut downloads = ImageDownloads::new(Arc::new(ImageUrls::new(&[host])));
+        let decoding =
+            tokio::spawn(async move { decode(processor, &mut permit, &mut part, &mut downloads).await.map(drop) });
+        while memory.used() < working {
+            assert!(!decoding.is_finished());
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        decoding.abort();
+        assert!(decoding.await.unwrap_err().is_cancelled());
+        let used = memory.used();
+        // A busy machine may have stopped this thread until the step has ended.
+        assert!(used >= working + len || used == 0, "{used} bytes");
+        while memory.used() > 0 {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
     }
 }
