@@ -85,7 +85,7 @@ fn router_for(api: ApiSet, state: Arc<ServerState>) -> Router {
     with_outer_layers(router, state)
 }
 
-/// Answers requests that find no connection slot.
+/// Answers requests that find no connection slot. Does not discard their bodies: a slow one would hold a reserved slot.
 fn refusals(state: Arc<ServerState>) -> Router {
     with_outer_layers(Router::new().fallback(async || ApiError::no_connection_slot()), state)
 }
