@@ -69,8 +69,8 @@ fn jpeg_memory_is_announced_by_kind() {
         ((0xc1, &[0x11, 0x11, 0x11], 3, 3), 62),
         ((0xc0, &[0x41, 0x11, 0x11], 3, 1), 62),
         ((0xc0, &[0x21, 0x11, 0x11], 3, 1), 62),
-        ((0xc0, &[0x11], 1, 1), 80),
-        ((0xc0, &[0x22], 1, 1), 80),
+        ((0xc0, &[0x11], 1, 1), 62),
+        ((0xc0, &[0x22], 1, 1), 62),
         ((0xc0, &[0x11; 4], 4, 1), 62),
         ((0xc0, &[0x22, 0x11, 0x11, 0x22], 4, 1), 62),
         ((0xc0, &[0x22, 0x11, 0x11], 1, 1), 64),
@@ -78,7 +78,7 @@ fn jpeg_memory_is_announced_by_kind() {
         ((0xc2, &[0x22, 0x11, 0x11], 3, 6), 64),
         ((0xc2, &[0x11, 0x11, 0x11], 3, 1), 94),
         ((0xc2, &[0x11; 4], 4, 1), 114),
-        ((0xc2, &[0x11], 1, 1), 80),
+        ((0xc2, &[0x11], 1, 1), 62),
     ] {
         let file = jpeg(kind, [WIDTH, HEIGHT], b"");
         let (announced, reading) = peak_of(|| processor.working_bytes(&file));
@@ -88,6 +88,27 @@ fn jpeg_memory_is_announced_by_kind() {
         assert!(used <= announced, "{kind:x?}: {used} bytes used, {announced} announced");
         assert!(announced <= pixels * most / 10 + (6 << 20), "{kind:x?}: {announced} bytes announced, {used} used");
         image.unwrap_or_else(|error| panic!("{kind:x?}: {error}"));
+        processor.forget();
+    }
+}
+
+#[test]
+fn png_memory_is_announced_by_colour() {
+    if ran_in_own_process(png_memory_is_announced_by_colour) {
+        return;
+    }
+    use image::ExtendedColorType::{L8, L16, La8, La16, Rgb8, Rgb16, Rgba8, Rgba16};
+    let processor = processor();
+    for color in [L8, L16, La8, La16, Rgb8, Rgb16, Rgba8, Rgba16] {
+        let [width, height] = [WIDTH, HEIGHT].map(u32::from);
+        let mut file = Vec::new();
+        let encoder = image::codecs::png::PngEncoder::new(&mut file);
+        let pixels = vec![0; usize::from(WIDTH) * usize::from(HEIGHT) * usize::from(color.bits_per_pixel()) / 8];
+        image::ImageEncoder::write_image(encoder, &pixels, width, height, color).unwrap();
+        let announced = processor.working_bytes(&file).unwrap();
+        let (image, used) = peak_of(|| processor.prepare(&file, None));
+        assert!(used <= announced, "{color:?}: {used} bytes used, {announced} announced");
+        image.unwrap();
         processor.forget();
     }
 }

@@ -95,9 +95,12 @@ impl ImageHeader {
                     _ => 0,
                 };
                 let rotated = if swaps_sides(orientation) { output } else { 0 };
-                // Other colours are converted to RGBA, which is then blended, or to RGB.
-                let is_rgb = decoder.color_type() == ColorType::Rgb8;
-                let converted = if is_rgb { 0 } else { (output + 4 * pixels).max(4 * pixels + rgb) };
+                // Colours with alpha are converted to RGBA, which is then blended.
+                let converted = match decoder.color_type() {
+                    ColorType::Rgb8 => 0,
+                    color if color.has_alpha() => (output + 4 * pixels).max(4 * pixels + rgb),
+                    _ => output + rgb,
+                };
                 // The steps follow each other: decode, rotate, convert.
                 (output + beside).max(output + rotated).max(converted)
             }

@@ -46,7 +46,8 @@ impl ImageProcessor {
     pub fn working_bytes(&self, encoded: &[u8]) -> Result<usize, ImageError> {
         let ImageHeader { height, width, decoding_bytes } = ImageHeader::read(encoded)?;
         let target = target_size(height, width, &self.limits);
-        let scaling = target.map_or(0, |(high, wide)| resize_bytes([height, width].map(|side| side as usize), [high, wide]));
+        let scaling =
+            target.map_or(0, |(high, wide)| resize_bytes([height, width].map(|side| side as usize), [high, wide]));
         Ok(decoding_bytes.max(scaling))
     }
 
