@@ -344,6 +344,39 @@ async fn failed_load_is_reported() {
     assert!((2..=3).contains(&loads.len()) && loads.iter().all(|load| load == "load first"), "{loads:?}");
 }
 
+/// Codex shortens a conversation only after `response.failed` with the code of a full context.
+#[tokio::test(flavor = "multi_thread")]
+async fn waiting_responses_stream_keeps_error_fields() {
+    let (mocks, server) = server(MockModels::default(), timeouts()).await;
+    let long = json!({"model": "second", "input": "word ".repeat(3000)});
+    let mut body = long.clone();
+    let mut errors = Vec::new();
+    for is_held in [true, false] {
+        let held = is_held.then(|| mocks.hold_loads());
+        let failed = async {
+            let events = server.events(RESPONSES, &body).await;
+            let kinds: Vec<_> = events.iter().map(|event| event["type"].as_str().unwrap()).collect();
+            assert_eq!(kinds[..2], ["response.created", "response.in_progress"]);
+            assert_eq!(kinds.last(), Some(&"response.failed"));
+            assert!(events.iter().enumerate().all(|(number, event)| event["sequence_number"] == number), "{events:?}");
+            events.last().unwrap()["response"].clone()
+        };
+        let release = async {
+            tokio::time::sleep(milliseconds(100)).await;
+            drop(held);
+        };
+        let (failed, ()) = tokio::join!(failed, release);
+        assert_eq!(failed["status"], "failed");
+        errors.push(failed["error"].clone());
+        body = with(body, json!({"model": "broken"}));
+    }
+    assert_eq!(errors[1]["code"], "model_not_loaded");
+    answer_of(&server, "second").await;
+    let of_loaded = server.refused(RESPONSES, &long, 400).await;
+    assert_eq!((&of_loaded["code"], &of_loaded["param"]), (&json!("context_length_exceeded"), &json!("input")));
+    assert_eq!(errors[0], of_loaded);
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn health_is_degraded_after_failed_load() {
     let (mocks, server) = server(MockModels { breaks: true, ..MockModels::default() }, timeouts()).await;

@@ -89,7 +89,7 @@ async fn key_with_most_requests_loses_its_newest() {
         (CHAT, r#""code":"queue_full""#),
         (COMPLETIONS, r#""code":"queue_full""#),
         (MESSAGES, "event: error\ndata: "),
-        (RESPONSES, "response.failed"),
+        (RESPONSES, r#""code":"rate_limit_exceeded""#),
         ("/api/chat", "{\"error\":"),
     ] {
         let server = Setup { api: moestro::http::ApiSet::WithOllama, ..stopped(2) }.start().await;

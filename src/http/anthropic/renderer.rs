@@ -121,7 +121,7 @@ impl Renderer for MessagesRenderer {
         self.omitted.is_some()
     }
 
-    fn refuse(frames: &Frames, error: &ApiError) {
+    fn refuse(&mut self, frames: &Frames, error: &ApiError) {
         frames.event("error", &error_object(error));
     }
 

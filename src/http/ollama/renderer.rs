@@ -90,7 +90,7 @@ impl OllamaRenderer {
 impl Renderer for OllamaRenderer {
     const STREAM: StreamFormat = StreamFormat::Lines;
 
-    fn refuse(frames: &Frames, error: &ApiError) {
+    fn refuse(&mut self, frames: &Frames, error: &ApiError) {
         frames.data(&json!({"error": error.message()}));
     }
 

@@ -34,7 +34,7 @@ pub trait Renderer: Send + 'static {
 
     /// Ends a stream with an error that came before its first event: the model could not be loaded, or the request was
     /// refused. Writes OpenAI's error object by default.
-    fn refuse(frames: &Frames, error: &ApiError) {
+    fn refuse(&mut self, frames: &Frames, error: &ApiError) {
         frames.data(&error.body());
     }
 
@@ -62,7 +62,7 @@ pub trait Renderer: Send + 'static {
 
     /// Ends a stream whose answer failed midway.
     fn error(&mut self, frames: &Frames, error: &ApiError) {
-        Self::refuse(frames, error);
+        self.refuse(frames, error);
     }
 
     /// Number of bytes of the text that the body adds to this choice's output.
@@ -135,7 +135,7 @@ pub fn stream_later<R: Renderer>(
                 write_all(choices, first, renderer, &frames).await;
             }
             Err(error) if has_started => renderer.error(&frames, &error),
-            Err(error) => R::refuse(&frames, &error),
+            Err(error) => renderer.refuse(&frames, &error),
         }
     })
 }
@@ -254,7 +254,7 @@ mod tests {
     struct Recorder;
 
     impl Renderer for Recorder {
-        fn refuse(frames: &Frames, _: &ApiError) {
+        fn refuse(&mut self, frames: &Frames, _: &ApiError) {
             frames.data(&"refuse");
         }
 

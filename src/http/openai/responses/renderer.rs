@@ -427,11 +427,10 @@ impl Renderer for ResponsesRenderer {
         3 * value_bytes(&self.response) + self.stored_input.iter().flatten().map(value_bytes).sum::<usize>()
     }
 
-    fn refuse(frames: &Frames, error: &ApiError) {
-        let event = json!({
-            "type": "error", "sequence_number": 0, "code": "server_error", "message": error.message(), "param": null,
-        });
-        frames.event("error", &event);
+    /// OpenAI's SDKs require `response.created` before any other event, and Codex ignores `error` events.
+    fn refuse(&mut self, frames: &Frames, error: &ApiError) {
+        self.start(frames, Usage::default());
+        self.error(frames, error);
     }
 
     /// Sets the model's id, and the model's sampling defaults for parameters that the request does not set.
@@ -473,7 +472,7 @@ impl Renderer for ResponsesRenderer {
 
     fn error(&mut self, frames: &Frames, error: &ApiError) {
         self.response["status"] = "failed".into();
-        self.response["error"] = json!({"code": "server_error", "message": error.message()});
+        self.response["error"] = response_error(error);
         self.response["output"] = mem::take(&mut self.output).into();
         self.emit_response(Some(frames), "response.failed");
     }
@@ -485,6 +484,17 @@ impl Renderer for ResponsesRenderer {
         }
         output::json(&self.response)
     }
+}
+
+/// The error object of a failed response: the fields of other responses' errors, and a code, which OpenAI requires.
+fn response_error(error: &ApiError) -> Value {
+    let mut object = error.body()["error"].take();
+    if error.is_queue_full() {
+        object["code"] = "rate_limit_exceeded".into();
+    } else if object["code"].is_null() {
+        object["code"] = "server_error".into();
+    }
+    object
 }
 
 /// The shortest decimal number that means `value`: 0.6, not 0.6000000238418579.
