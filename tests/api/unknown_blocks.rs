@@ -180,6 +180,41 @@ async fn unknown_response_items_become_sentences() {
     }
 }
 
+/// The output of `/v1/responses/compact` ends with a compaction. The user messages before it were answered.
+#[tokio::test]
+async fn kept_messages_before_compaction_are_old() {
+    let server = server().await;
+    let user = |part: &Value| json!({"role": "user", "content": [{"type": "input_text", "text": "x"}, part]});
+    let [text, image] = [
+        json!({"type": "input_text", "text": "y"}),
+        json!({"type": "input_image", "image_url": "data:image/png;base64,bm90"}),
+    ];
+    let developer = json!({"role": "developer", "content": "z"});
+    let many = vec![image.clone(); 20];
+    for part in [&image, &json!({"type": "input_audio"}), &json!({"type": "input_file", "file_id": "f"})] {
+        let call = json!({"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"});
+        let output = json!({"type": "function_call_output", "call_id": "c", "output": "o"});
+        let history = json!({"input": [user(part), {"role": "user", "content": many}, call, output]});
+        let compacted = server.ask("/v1/responses/compact", &history).await["output"].clone();
+        let input = compacted.as_array().unwrap();
+        assert_eq!((input.len(), &input[2]["type"]), (3, &json!("compaction")));
+        let summary = with(input[2].clone(), json!({"type": "compaction_summary"}));
+        for (input, more, status) in [
+            (input.clone(), vec![], 200),
+            (vec![input[0].clone(), summary], vec![], 200),
+            (input.clone(), vec![developer.clone()], 200),
+            (input.clone(), vec![json!({"type": "odd"})], 200),
+            (input.clone(), vec![user(&text)], 200),
+            (input.clone(), vec![user(part)], 400),
+        ] {
+            let input = [input, more].concat();
+            let answer = server.post(RESPONSES, &json!({"input": input, "max_output_tokens": 1})).await;
+            let found = answer.status;
+            assert_eq!(found, status, "{input:?}: {}", answer.text().await);
+        }
+    }
+}
+
 /// `value` with each of its fields removed once, and with odd values in the place of each value inside it.
 fn malformed(value: &Value) -> Vec<Value> {
     let mut all = Vec::new();

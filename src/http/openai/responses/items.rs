@@ -59,7 +59,9 @@ pub fn to_messages(items: &[Value], input: usize) -> Result<Vec<Message<ImagePar
     let earlier = items.len().saturating_sub(input);
     let mut builder = MessageBuilder::default();
     let first = first_items(items).len();
-    let answered = items.iter().rposition(|item| origin(item) == MessageOrigin::Assistant).map_or(0, |last| last + 1);
+    // A compaction also stands for what the user asked for, so it can be answered.
+    let is_answer = |item: &Value| origin(item) == MessageOrigin::Assistant && !is_compaction(item);
+    let answered = items.iter().rposition(is_answer).map_or(0, |last| last + 1);
     let only_unknown = items[answered..].iter().all(is_unknown);
     for (index, (item, is_new)) in items.iter().zip(new_messages(items, origin)).enumerate() {
         if index < first && item["type"] == ADDITIONAL_TOOLS {
@@ -82,6 +84,8 @@ fn origin(item: &Value) -> MessageOrigin {
         (_, Some("assistant")) => MessageOrigin::Assistant,
         (_, Some("user")) => MessageOrigin::User,
         ("reasoning" | "program" | "mcp_list_tools" | "mcp_approval_request", _) => MessageOrigin::Assistant,
+        // The user messages before a compaction are kept from the conversation that it replaces.
+        _ if is_compaction(item) => MessageOrigin::Assistant,
         (kind, _) if kind.ends_with("_call") => MessageOrigin::Assistant,
         ("mcp_approval_response", _) => MessageOrigin::Tool,
         (kind, _) if kind.ends_with("_output") => MessageOrigin::Tool,
@@ -89,9 +93,13 @@ fn origin(item: &Value) -> MessageOrigin {
     }
 }
 
+fn is_compaction(item: &Value) -> bool {
+    item["type"] == "compaction" || item["type"] == "compaction_summary"
+}
+
 /// True for an item of a type that the server does not know, of unknown origin.
 fn is_unknown(item: &Value) -> bool {
-    let is_known = |kind| ["message", "compaction", "compaction_summary", ADDITIONAL_TOOLS].contains(&kind);
+    let is_known = |kind| ["message", ADDITIONAL_TOOLS].contains(&kind);
     origin(item) == MessageOrigin::Other && item["type"].as_str().is_some_and(|kind| !is_known(kind))
 }
 
