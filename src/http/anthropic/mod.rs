@@ -5,6 +5,7 @@
 //! result is ignored, because the text of the result says what failed.
 
 mod client_tools;
+mod message_blocks;
 pub mod messages;
 mod renderer;
 mod request;

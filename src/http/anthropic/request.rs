@@ -2,29 +2,28 @@
 
 use crate::http::{
     ApiError,
-    anthropic::{client_tools, renderer::omitted_thinking},
+    anthropic::{
+        client_tools,
+        message_blocks::{BLOCKS, is_search, push},
+    },
     openai::{CommonFields, OneOrMany},
     quote,
     request::{
-        ChatPrompt, GenerationRequest, ImagePart, PartFormat, PromptInput, RequestedFormat,
+        ChatPrompt, GenerationRequest, PromptInput, RequestedFormat,
         content_parts::{MessageOrigin, new_messages},
         continue_final,
-        messages::{call_arguments, call_name},
         response_format::FormatField,
         sampling_params as params, thinking,
         tools::{self, ToolChoice, without_deferral},
     },
 };
-use moestro_chat::{Content, Message, Role, ToolCall, grammar::ContentFormat};
+use moestro_chat::{Message, Role, grammar::ContentFormat};
 use serde::Deserialize;
-use serde_json::{Map, Value, json};
-use std::mem;
+use serde_json::{Map, Value};
 
 /// Start of the first system block that Claude Code sends. The block changes with every turn, so it would make the
 /// prompt cache useless. The block means nothing to a model.
 const BILLING_HEADER: &str = "x-anthropic-billing-header:";
-
-const BLOCKS: PartFormat = PartFormat { types: &["text"], separator: "\n\n" };
 
 #[derive(Debug, Deserialize)]
 pub struct MessagesRequest {
@@ -229,121 +228,6 @@ fn system_text(system: &Value, keep_billing_header: bool, is_new: bool) -> Resul
     }
 }
 
-/// Translates one message. A tool result becomes a separate message. An earlier message of an unknown role becomes a user
-/// message.
-fn push(messages: &mut Vec<Message<ImagePart>>, message: &Value, at: &str, is_new: bool) -> Result<(), ApiError> {
-    let name = match &message["role"] {
-        Value::String(role) => role.as_str(),
-        _ if !is_new => "",
-        Value::Null => return Err(ApiError::invalid(format!("{at}.role"), format!("{at} has no role."))),
-        _ => return Err(ApiError::wrong_type(format!("{at}.role"), "must be a string.")),
-    };
-    let role = match name {
-        "user" => Role::User,
-        "assistant" => Role::Assistant,
-        "system" => Role::System,
-        _ if !is_new => Role::User,
-        other => {
-            let problem = format!("is `{}`; the roles are user and assistant.", quote(other));
-            return Err(ApiError::wrong_value(format!("{at}.role"), problem));
-        }
-    };
-    let at = format!("{at}.content");
-    let single;
-    let content = match &message["content"] {
-        block @ Value::Object(_) if !is_new => {
-            single = json!([block]);
-            &single
-        }
-        content => content,
-    };
-    match (role, content) {
-        (_, Value::String(text)) => messages.push(Message::new(role, text.clone())),
-        (Role::User, Value::Array(blocks)) => push_user(messages, blocks, &at, is_new)?,
-        (Role::Assistant, Value::Array(blocks)) => push_assistant(messages, blocks, &at)?,
-        (_, blocks @ Value::Array(_)) => messages.push(Message::new(role, BLOCKS.text(blocks, &at, is_new)?)),
-        (_, other) if !is_new => messages.push(Message::new(role, BLOCKS.text(other, &at, false)?)),
-        _ => return Err(ApiError::wrong_type(at, "must be a string or an array of blocks.")),
-    }
-    Ok(())
-}
-
-fn push_user(messages: &mut Vec<Message<ImagePart>>, blocks: &[Value], at: &str, is_new: bool) -> Result<(), ApiError> {
-    let mut content = Content::default();
-    for (index, block) in blocks.iter().enumerate() {
-        let at = format!("{at}[{index}]");
-        if block["type"] != "tool_result" {
-            BLOCKS.push(block, &at, is_new, &mut content)?;
-            continue;
-        }
-        push_content(messages, &mut content);
-        let result = BLOCKS.content(&block["content"], &format!("{at}.content"), false)?;
-        messages.push(Message::tool_result(block["tool_use_id"].clone(), result));
-    }
-    push_content(messages, &mut content);
-    Ok(())
-}
-
-/// Moves `content` to a new user message, unless it is empty.
-fn push_content(messages: &mut Vec<Message<ImagePart>>, content: &mut Content<ImagePart>) {
-    if !content.parts.is_empty() {
-        messages.push(Message::new(Role::User, mem::take(content)));
-    }
-}
-
-/// Translates the assistant's blocks to one message. The result of a tool search that Anthropic's servers ran is a
-/// separate message, so that the definitions of the tools stand outside of the assistant's text.
-fn push_assistant(messages: &mut Vec<Message<ImagePart>>, blocks: &[Value], at: &str) -> Result<(), ApiError> {
-    let mut content = String::new();
-    let mut reasoning = String::new();
-    let mut calls = Vec::new();
-    for (index, block) in blocks.iter().enumerate() {
-        let at = format!("{at}[{index}]");
-        match block["type"].as_str() {
-            Some("thinking") => match block["thinking"].as_str() {
-                Some(text) if !text.is_empty() => reasoning += text,
-                _ => reasoning += &omitted_thinking(&block["signature"]),
-            },
-            // The block is encrypted. Only Anthropic can read the text.
-            Some("redacted_thinking") => {}
-            Some("tool_use") => {
-                let input = call_arguments(&block["input"]);
-                calls.push(ToolCall::new(block["id"].clone(), call_name(&block["name"]), input));
-            }
-            Some("server_tool_use") if is_search(&block["name"]) => {
-                let name = block["name"].as_str().unwrap_or_default();
-                calls.push(ToolCall::new(block["id"].clone(), name, call_arguments(&block["input"])));
-            }
-            Some("tool_search_tool_result") => {
-                let before =
-                    Message::assistant(mem::take(&mut content), mem::take(&mut reasoning), mem::take(&mut calls));
-                messages.push(before);
-                let mut found = Content::default();
-                let error = std::slice::from_ref(&block["content"]);
-                for reference in block["content"]["tool_references"].as_array().map_or(error, Vec::as_slice) {
-                    BLOCKS.push(reference, &at, false, &mut found)?;
-                }
-                messages.push(Message::tool_result(block["tool_use_id"].clone(), found));
-            }
-            Some(kind) if is_server_call(kind) => {}
-            _ => content += &BLOCKS.part_text(block, &at, false)?,
-        }
-    }
-    messages.push(Message::assistant(content, reasoning, calls));
-    Ok(())
-}
-
-/// True for the type or the name of a tool search that Anthropic's servers run.
-fn is_search(kind: &Value) -> bool {
-    kind.as_str().is_some_and(|kind| kind.starts_with("tool_search_tool_"))
-}
-
-/// True for calls and results of tools that Anthropic's servers ran. They are left out, because the text after them says
-/// what was found.
-fn is_server_call(kind: &str) -> bool {
-    kind == "server_tool_use" || kind == "mcp_tool_use" || kind.ends_with("_tool_result")
-}
-
 /// Translates a tool that the client runs. Tools that Anthropic's servers run are refused, except for a tool search, which
 /// becomes null.
 fn tool(tool: &Value, index: usize) -> Result<Value, ApiError> {
@@ -380,6 +264,7 @@ fn tool(tool: &Value, index: usize) -> Result<Value, ApiError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use serde_json::json;
     use test_support::with;
 
     fn request(body: Value) -> MessagesRequest {
