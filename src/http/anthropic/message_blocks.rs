@@ -9,7 +9,7 @@ use crate::http::{
         messages::{call_arguments, call_name},
     },
 };
-use moestro_chat::{Content, Message, Role, ToolCall};
+use moestro_chat::{Content, Message, Part, Role, ToolCall};
 use serde_json::{Value, json};
 use std::mem;
 
@@ -47,7 +47,9 @@ pub fn push(messages: &mut Vec<Message<ImagePart>>, message: &Value, at: &str, i
         (_, Value::String(text)) => messages.push(Message::new(role, text.clone())),
         (Role::User, Value::Array(blocks)) => push_user(messages, blocks, &at, is_new)?,
         (Role::Assistant, Value::Array(blocks)) => push_assistant(messages, blocks, &at)?,
-        (_, blocks @ Value::Array(_)) => messages.push(Message::new(role, BLOCKS.text(blocks, &at, is_new)?)),
+        (_, Value::Array(blocks)) => push_system(messages, blocks, &at)?,
+        // The message only configures the answer.
+        (Role::System, Value::Null) if !is_new || message["output_config"].is_object() => {}
         (_, other) if !is_new => messages.push(Message::new(role, BLOCKS.text(other, &at, false)?)),
         _ => return Err(ApiError::wrong_type(at, "must be a string or an array of blocks.")),
     }
@@ -67,6 +69,29 @@ fn push_user(messages: &mut Vec<Message<ImagePart>>, blocks: &[Value], at: &str,
         messages.push(Message::tool_result(block["tool_use_id"].clone(), result));
     }
     push_content(messages, &mut content);
+    Ok(())
+}
+
+/// Translates the blocks of a system message. Sentences also replace new blocks that cannot be read, because the client
+/// adds such a message, not the user.
+fn push_system(messages: &mut Vec<Message<ImagePart>>, blocks: &[Value], at: &str) -> Result<(), ApiError> {
+    let mut content = Content::default();
+    for (index, block) in blocks.iter().enumerate() {
+        match (block["type"].as_str(), block["tool"]["name"].as_str()) {
+            (Some("tool_addition"), Some(name)) => content.parts.push(Part::Tool(name.to_owned())),
+            (Some("tool_removal"), Some(name)) => {
+                let text = format!("[The tool `{}` was removed. Do not call it]", quote(name));
+                content.push_text(text, BLOCKS.separator);
+            }
+            _ => {
+                let text = BLOCKS.part_text(block, &format!("{at}[{index}]"), false)?;
+                content.push_text(text, BLOCKS.separator);
+            }
+        }
+    }
+    if !content.parts.is_empty() {
+        messages.push(Message::new(Role::System, content));
+    }
     Ok(())
 }
 
@@ -112,6 +137,9 @@ fn push_assistant(messages: &mut Vec<Message<ImagePart>>, blocks: &[Value], at: 
                 messages.push(Message::tool_result(block["tool_use_id"].clone(), found));
             }
             Some(kind) if is_server_call(kind) => {}
+            // Anthropic's API does not show these blocks to the model. Without content, a compaction has failed.
+            Some("fallback" | "mcp_tool_listing") => {}
+            Some("compaction") if block["content"].is_null() => {}
             _ => content += &BLOCKS.part_text(block, &at, false)?,
         }
     }

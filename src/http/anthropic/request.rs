@@ -137,7 +137,12 @@ impl MessagesRequest {
             (Some("user"), _) => MessageOrigin::User,
             _ => MessageOrigin::Other,
         });
+        let last_user = self.messages.iter().rposition(|message| message["role"] == "user");
         for (index, (message, is_new)) in self.messages.iter().zip(are_new).enumerate() {
+            let ends_with_turn = message["role"] == "system" && message["clear_at"] == "next_user_message";
+            if ends_with_turn && last_user > Some(index) {
+                continue;
+            }
             push(&mut messages, message, &format!("messages[{index}]"), is_new)?;
         }
         let continues = self.messages.last().is_some_and(|message| message["role"] == "assistant");
@@ -317,6 +322,10 @@ mod tests {
                 {"type": "web_search_tool_result", "tool_use_id": "s", "content": []},
                 {"type": "mcp_tool_use", "id": "m", "name": "f", "server_name": "x", "input": {}},
                 {"type": "mcp_tool_result", "tool_use_id": "m", "content": []},
+                {"type": "mcp_tool_listing", "mcp_server_name": "x", "tools": []},
+                {"type": "fallback", "from": {"model": "a"}, "to": {"model": "b"}},
+                {"type": "compaction", "content": null},
+                {"type": "compaction"},
                 {"type": "text", "text": " Found."}]},
             {"role": "user", "content": "And?"},
         ]}));
@@ -346,6 +355,65 @@ mod tests {
             ("messages[2].content[2]", false),
         ];
         assert_eq!(found, expected);
+    }
+
+    #[test]
+    fn system_messages_change_tools() {
+        let user = json!({"role": "user", "content": "Hi"});
+        let call = json!({"type": "tool_use", "id": "t", "name": "f", "input": {}});
+        let result = json!({"type": "tool_result", "tool_use_id": "t", "content": "42"});
+        let system = |content: Value| json!({"role": "system", "content": content});
+        let change = |kind: &str, tool: Value| system(json!([{"type": kind, "tool": tool}]));
+        let reference = json!({"type": "tool_reference", "name": "f"});
+        let definition = json!({"type": "tool_definition", "definition": {"name": "f", "input_schema": {}}});
+        let image = json!({"type": "image", "source": {"type": "base64", "data": "AA"}});
+        let effort = json!({"role": "system", "output_config": {"effort": "low"}});
+        for (message, expected) in [
+            (change("tool_removal", reference.clone()), Some("[The tool `f` was removed. Do not call it]")),
+            (change("tool_addition", definition), Some("[A block of type `tool_addition` is not shown")),
+            (change("odd", Value::Null), Some("[A block of type `odd` is not shown")),
+            (system(json!([image])), Some("[image not shown")),
+            (system(json!([])), None),
+            (effort, None),
+        ] {
+            for head in [
+                vec![&user],
+                vec![
+                    &user,
+                    &json!({"role": "assistant", "content": [call]}),
+                    &json!({"role": "user", "content": [result]}),
+                ],
+            ] {
+                let count = head.len();
+                let all: Vec<Value> = head.into_iter().chain([&message]).cloned().collect();
+                let read = messages(&chat(json!({"messages": all})));
+                let text = read.get(count).map(|message| message["content"].as_str().unwrap());
+                assert_eq!(text.is_some(), expected.is_some(), "{message}");
+                assert!(text.unwrap_or_default().starts_with(expected.unwrap_or_default()), "{text:?}");
+            }
+        }
+        let addition = change("tool_addition", reference);
+        let body = json!({"system": "s", "messages": [addition, user]});
+        for body in [body, json!({"messages": [user, addition]})] {
+            let chat = chat(body);
+            assert_eq!(chat.messages.iter().flat_map(Message::tools).collect::<Vec<_>>(), ["f"]);
+        }
+        let empty = json!({"messages": [user, {"role": "system"}]});
+        assert!(request(empty).conversation(false).is_err());
+    }
+
+    #[test]
+    fn system_message_of_earlier_turn_is_dropped() {
+        let user = json!({"role": "user", "content": "u"});
+        let note = |clear: &str| json!({"role": "system", "content": "n", "clear_at": clear});
+        for (clear, expected) in [("next_user_message", "uau"), ("never", "unau")] {
+            let answer = json!({"role": "assistant", "content": "a"});
+            let read = messages(&chat(json!({"messages": [user, note(clear), answer, user]})));
+            let texts = read.iter().map(|message| message["content"].as_str().unwrap());
+            assert_eq!(texts.collect::<String>(), expected);
+            let read = messages(&chat(json!({"messages": [user, note(clear)]})));
+            assert_eq!(read.len(), 2, "{read:?}");
+        }
     }
 
     #[test]

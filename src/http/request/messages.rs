@@ -99,9 +99,9 @@ fn join_system_messages(messages: Vec<Message<ImagePart>>) -> Vec<Message<ImageP
             // The text is appended in place, because a body may have thousands of system messages.
             if let [first] = &mut *kept
                 && first.role == Role::System
+                && let Some(text) = message.content.as_ref().map_or(Some(""), Content::text)
             {
-                let text = message.content.as_ref().and_then(Content::text).unwrap_or_default().to_owned();
-                first.content.get_or_insert_default().push_text(text, "\n\n");
+                first.content.get_or_insert_default().push_text(text.to_owned(), "\n\n");
                 continue;
             }
             message.role = Role::User;
