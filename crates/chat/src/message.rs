@@ -91,13 +91,16 @@ impl<I> Message<I> {
         Self { extra, ..Self::new(Role::Tool, content) }
     }
 
-    /// A message with the fields of chat completions. `content` replaces the field of this name if it is not `None`.
+    /// A message with the fields of chat completions. `content` replaces the field of this name if it is not `None`. The
+    /// first reasoning that is not empty counts.
     pub fn from_fields(role: Role, content: Option<Content<I>>, mut fields: Map<String, Value>) -> Self {
-        let name = REASONING.into_iter().find(|name| fields.get(*name).is_some_and(|value| !value.is_null()));
-        let reasoning = name.and_then(|name| match fields.get_mut(name)? {
-            Value::String(text) => Some((name, mem::take(text))),
+        let reasoning = REASONING.into_iter().find_map(|name| match fields.get_mut(name)? {
+            Value::String(text) if !text.is_empty() => Some((REASONING[0], mem::take(text))),
             _ => None,
         });
+        if reasoning.is_some() {
+            REASONING[1..].iter().for_each(|name| drop(fields.shift_remove(*name)));
+        }
         let calls = fields.get_mut("tool_calls").and_then(Value::as_array_mut).map(mem::take).unwrap_or_default();
         Self { role, content, reasoning, calls: calls.into_iter().map(ToolCall).collect(), extra: fields }
     }
@@ -210,11 +213,27 @@ mod tests {
     fn fields_keep_their_order_and_values() {
         for fields in [
             json!({"x": 1, "content": null, "tool_calls": [{"function": {"name": "f"}, "id": 1}], "role": "assistant"}),
-            json!({"thinking": null, "reasoning": "r", "role": "assistant", "tool_calls": []}),
+            json!({"thinking": null, "role": "assistant", "tool_calls": []}),
             json!({"role": "assistant", "reasoning_content": ["no text"], "thinking": "", "tool_calls": null}),
         ] {
             assert_eq!(json(&read(fields.clone())), fields.to_string());
         }
+    }
+
+    #[test]
+    fn first_reasoning_with_text_counts() {
+        let odd = [Value::Null, json!(""), json!({}), json!([]), json!(5)];
+        for (name, text) in REASONING.into_iter().flat_map(|name| odd.iter().map(move |odd| (name, odd))) {
+            for other in REASONING.into_iter().filter(|other| *other != name) {
+                let message = read(json!({name: text, other: "r", "role": "assistant"}));
+                assert_eq!(
+                    serde_json::to_value(&message).unwrap(),
+                    json!({"reasoning_content": "r", "role": "assistant"})
+                );
+            }
+        }
+        let all = read(json!({"reasoning": "c", "thinking": "b", "reasoning_content": "a", "role": "assistant"}));
+        assert_eq!(json(&all), r#"{"reasoning_content":"a","role":"assistant"}"#);
     }
 
     #[test]
@@ -225,7 +244,7 @@ mod tests {
         message.reasoning.as_mut().unwrap().1.push('!');
         message.calls.push(ToolCall(json!(2)));
         let expected =
-            json!({"content": "c", "name": "n", "thinking": "t!", "role": "assistant", "tool_calls": [1, 2]});
+            json!({"content": "c", "name": "n", "role": "assistant", "tool_calls": [1, 2], "reasoning_content": "t!"});
         assert_eq!(json(&message), expected.to_string());
         let mut message = read(json!({"name": "n"}));
         message.content = Some(Content::default());

@@ -88,7 +88,7 @@ mod tests {
         for (message, name, in_reasoning) in [
             (json!({"role": "assistant", "content": "Well "}), "content", false),
             (json!({"role": "assistant", "content": null}), "content", false),
-            (json!({"role": "assistant", "content": "", "reasoning": "Hm"}), "reasoning", true),
+            (json!({"role": "assistant", "content": "", "reasoning_content": "Hm"}), "reasoning_content", true),
             (json!({"role": "assistant", "content": "Well", "reasoning_content": "Hm"}), "content", false),
         ] {
             let before = message[name].as_str().unwrap_or_default().to_owned();

@@ -143,14 +143,15 @@ pub fn read_message(mut fields: Map<String, Value>, at: &str, is_new: bool) -> R
     }
     let thoughts = fields.get_mut("content").filter(|_| role == Role::Assistant).map(take_thoughts);
     if let Some(thoughts) = thoughts.filter(|thoughts| !thoughts.is_empty()) {
-        fields.entry("reasoning_content").or_insert(thoughts.into());
+        let reasoning = fields.entry("reasoning_content").or_insert(Value::Null);
+        if reasoning.as_str().is_none_or(str::is_empty) {
+            *reasoning = thoughts.into();
+        }
     }
     let content_at = format!("{at}.content");
     let content = match fields.get_mut("content").map(Value::take) {
         Some(Value::String(text)) => Some(Content::from(text)),
-        None | Some(Value::Null) if role == Role::Assistant => {
-            fields.get("refusal").and_then(Value::as_str).map(|text| text.to_owned().into())
-        }
+        None | Some(Value::Null) if role == Role::Assistant => None,
         // Also the result of a function that returns nothing.
         None | Some(Value::Null) if !is_new => Some(String::new().into()),
         None | Some(Value::Null) => {
@@ -160,6 +161,9 @@ pub fn read_message(mut fields: Map<String, Value>, at: &str, is_new: bool) -> R
         Some(parts) if role == Role::System => Some(PARTS.text(&parts, &content_at, is_new)?.into()),
         Some(parts) => Some(PARTS.content(&parts, &content_at, is_new)?),
     };
+    let is_empty = content.as_ref().is_none_or(|content| content.text() == Some(""));
+    let refusal = fields.get("refusal").and_then(Value::as_str).filter(|_| role == Role::Assistant && is_empty);
+    let content = refusal.map(|text| text.to_owned().into()).or(content);
     Ok(Message::from_fields(role, content, fields))
 }
 
@@ -253,9 +257,13 @@ mod tests {
 
     #[test]
     fn refusal_stands_for_absent_content() {
-        for (content, read) in [(Value::Null, json!("No.")), (json!("Yes."), json!("Yes."))] {
+        let [no, yes] = ["No.", "Yes."].map(Value::from);
+        let empty = json!([{"type": "text", "text": ""}]);
+        for (content, read) in
+            [(Value::Null, &no), (json!(""), &no), (json!([]), &no), (empty, &no), (yes.clone(), &yes)]
+        {
             let message = json!({"role": "assistant", "content": content, "refusal": "No."});
-            assert_eq!(checked(vec![message])[1]["content"], read);
+            assert_eq!(checked(vec![message])[1]["content"], *read);
         }
         let message = json!({"role": "assistant", "content": null, "refusal": null});
         assert_eq!(checked(vec![message])[1]["content"], Value::Null);
@@ -281,6 +289,12 @@ mod tests {
         ] {
             let read = checked(vec![json!({"role": "assistant", "content": [part, text_part("a")]})]);
             assert_eq!((&read[1]["content"], &read[1]["reasoning_content"]), (&json!("a"), &reasoning), "{part}");
+            let content = json!([part, text_part("a")]);
+            let beside = json!({"role": "assistant", "content": content, "reasoning_content": ""});
+            assert_eq!(
+                checked(vec![beside])[1]["reasoning_content"].as_str().unwrap(),
+                reasoning.as_str().unwrap_or("")
+            );
         }
     }
 
