@@ -28,7 +28,13 @@ const SERVER_CALLS: [&str; 5] =
 /// Fields with the input of a call, except for `arguments`.
 const CALL_FIELDS: [&str; 4] = ["action", "actions", "operation", "input"];
 
+/// Fields with the outcome of a call that has no output.
+const OUTCOME_FIELDS: [&str; 3] = ["status", "approve", "reason"];
+
 const PARTS: PartFormat = PartFormat { types: &["input_text", "output_text", "text", "refusal"], separator: "" };
+
+/// Type of the item with which a client asks for a compaction of the conversation.
+const COMPACTION_TRIGGER: &str = "compaction_trigger";
 
 /// Type of the items with further tools.
 const ADDITIONAL_TOOLS: &str = "additional_tools";
@@ -71,7 +77,9 @@ pub fn to_messages(items: &[Value], input: usize) -> Result<Vec<Message<ImagePar
             Some(index) => format!("input[{index}]"),
             None => format!("previous_response_id: item {index}"),
         };
-        let is_new = is_new && (only_unknown || !is_unknown(item) || is_part_of_user(item));
+        // The last item may ask for a compaction. An answer would not be what the client asked for.
+        let is_request = item["type"] == COMPACTION_TRIGGER && index + 1 == items.len();
+        let is_new = is_new && (only_unknown || !is_unknown(item) || is_part_of_user(item) || is_request);
         builder.push(item, &at, is_new)?;
     }
     builder.close();
@@ -80,9 +88,10 @@ pub fn to_messages(items: &[Value], input: usize) -> Result<Vec<Message<ImagePar
 
 /// The author of an item, also of an unknown type.
 fn origin(item: &Value) -> MessageOrigin {
-    match (item["type"].as_str().unwrap_or_default(), item["role"].as_str()) {
+    let kind = item["type"].as_str().unwrap_or("message");
+    match (kind, item["role"].as_str()) {
         (_, Some("assistant")) => MessageOrigin::Assistant,
-        (_, Some("user")) => MessageOrigin::User,
+        ("message", Some("user")) => MessageOrigin::User,
         ("reasoning" | "program" | "mcp_list_tools" | "mcp_approval_request", _) => MessageOrigin::Assistant,
         // The user messages before a compaction are kept from the conversation that it replaces.
         _ if is_compaction(item) => MessageOrigin::Assistant,
@@ -148,6 +157,7 @@ impl MessageBuilder {
                 let content = PARTS.content(&item["content"], &format!("{at}.content"), false)?;
                 self.messages.push(Message::new(Role::User, content));
             }
+            (None, _) if !item.is_object() => return Err(ApiError::wrong_type(at, "must be an object.")),
             (Some("message") | None, _) => {
                 return Err(ApiError::wrong_value(
                     format!("{at}.role"),
@@ -186,6 +196,10 @@ impl MessageBuilder {
             // It has the same place in each turn of the conversation.
             (Some(_), _) if !is_new && self.open.is_some() => self.turn(|_| true).content += &replacement(item),
             (Some(_), _) if !is_new => self.messages.push(Message::new(Role::User, replacement(item))),
+            (Some(COMPACTION_TRIGGER), _) => {
+                let text = format!("{at} asks for a compaction; use /v1/responses/compact.");
+                return Err(ApiError::unsupported(at, text));
+            }
             (Some(other), _) => {
                 let text = format!("{at} has type `{}`, which this server does not support.", quote(other));
                 return Err(ApiError::unsupported(at, text));
@@ -236,14 +250,33 @@ fn output(item: &Value, at: &str) -> Result<Content<ImagePart>, ApiError> {
     let mut content = Content::default();
     let at = format!("{at}.output");
     match [&item["output"], &item["result"], &item["error"]].into_iter().find(|output| !output.is_null()) {
-        Some(Value::Array(chunks)) if chunks.iter().any(|chunk| chunk["stdout"].is_string()) => {
-            let texts = chunks.iter().flat_map(|chunk| [chunk["stdout"].as_str(), chunk["stderr"].as_str()]);
-            content.push_text(texts.flatten().collect(), "");
+        Some(Value::Array(chunks)) if chunks.iter().any(|it| it["stdout"].is_string() || it["outcome"].is_object()) => {
+            content.push_text(chunks.iter().map(shell_text).collect(), "");
         }
         Some(output) => content = PARTS.content(output, &at, false)?,
-        None => content.push_text(replacement(item), ""),
+        None => {
+            let fields = OUTCOME_FIELDS.into_iter().filter(|name| !item[name].is_null());
+            let fields: Map<_, _> = fields.map(|name| (name.to_owned(), item[name].clone())).collect();
+            let text = if fields.is_empty() { replacement(item) } else { Value::Object(fields).to_string() };
+            content.push_text(text, "");
+        }
     }
     Ok(content)
+}
+
+/// The output of one command of a shell. A line says if the command failed.
+fn shell_text(chunk: &Value) -> String {
+    let mut text: String = [&chunk["stdout"], &chunk["stderr"]].into_iter().filter_map(Value::as_str).collect();
+    let outcome = &chunk["outcome"];
+    let failure = match outcome["exit_code"].as_i64().filter(|code| *code != 0) {
+        Some(code) => format!("[exit code {code}]\n"),
+        None if outcome["type"] == "timeout" => "[timed out]\n".to_owned(),
+        None => return text,
+    };
+    if !text.is_empty() && !text.ends_with('\n') {
+        text.push('\n');
+    }
+    text + &failure
 }
 
 /// The reasoning of an item: its text, or else this server's `encrypted_content`, or else the summary. Some clients
@@ -355,7 +388,7 @@ mod tests {
             {"type": "tool_search_output", "call_id": "c", "tools": []},
         ]);
         for (items, name, arguments, output) in [
-            (shell, "shell", json!({"action": commands}), "a\nb"),
+            (shell, "shell", json!({"action": commands}), "a\nb\n[exit code 1]\n"),
             (local_shell, "local_shell", json!({"action": commands}), "a"),
             (mcp, "f", json!("{\"a\": 1}"), "o"),
             (search, "tool_search", json!({"q": "x"}), ""),
@@ -365,6 +398,26 @@ mod tests {
             assert_eq!(found[0], json!({"role": "assistant", "content": "", "tool_calls": [call]}));
             assert_eq!(found[1], json!({"role": "tool", "tool_call_id": "c", "content": output}));
             assert_eq!(found.len(), 2);
+        }
+    }
+
+    #[test]
+    fn outcomes_of_calls_reach_the_model() {
+        let shell = |outcome: Value| {
+            let chunk = json!({"stdout": "", "stderr": "", "outcome": outcome});
+            json!({"type": "shell_call_output", "call_id": "c", "output": [chunk]})
+        };
+        for (item, expected) in [
+            (shell(json!({"type": "exit", "exit_code": 1})), "[exit code 1]\n"),
+            (shell(json!({"type": "exit", "exit_code": 0})), ""),
+            (shell(json!({"type": "timeout"})), "[timed out]\n"),
+            (json!({"type": "apply_patch_call_output", "call_id": "c", "status": "failed"}), r#"{"status":"failed"}"#),
+            (
+                json!({"type": "mcp_approval_response", "approval_request_id": "r", "approve": false, "reason": "no"}),
+                r#"{"approve":false,"reason":"no"}"#,
+            ),
+        ] {
+            assert_eq!(messages(std::slice::from_ref(&item))[0]["content"], expected, "{item}");
         }
     }
 
@@ -430,6 +483,8 @@ mod tests {
             (json!({"role": "system", "content": [{"type": "input_image", "image_url": "x"}]}), "input[0].content[0]"),
             (json!({"role": "user", "content": ["x"]}), "input[0].content[0]"),
             (json!({"type": "odd"}), "input[0]"),
+            (json!("x"), "input[0]"),
+            (Value::Null, "input[0]"),
         ] {
             let error = to_messages(&[assistant_text("before"), item.clone()], 1).unwrap_err();
             assert_eq!(error.body()["error"]["param"], param, "{item}");
@@ -463,7 +518,12 @@ mod tests {
             (vec![&odd, &user, &odd, &answer, &odd, &user, &odd], true),
             (vec![&user, &call("1"), &output("1"), &odd], true),
         ] {
+            // The role of an unknown item does not matter.
             let items: Vec<Value> = items.into_iter().cloned().collect();
+            let odd_user = json!({"type": "odd", "role": "user", "content": [{"type": "odd"}]});
+            let of_user: Vec<_> =
+                items.iter().map(|item| if *item == odd { odd_user.clone() } else { item.clone() }).collect();
+            assert_eq!(to_messages(&of_user, items.len()).is_ok(), is_sentence, "{of_user:?}");
             let read = to_messages(&items, items.len());
             assert_eq!(read.is_ok(), is_sentence, "{items:?}");
             let unknown = items.iter().filter(|item| **item == odd).count();
