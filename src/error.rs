@@ -20,8 +20,8 @@ pub enum CommandError {
     /// This machine computes wrong results. Names them, and says what to do.
     #[error("wrong results on this machine: {0}")]
     Unsound(String),
-    #[error("port {port} of {host} is in use; --port takes another one, --port 0 any that is free")]
-    PortInUse { host: String, port: u16 },
+    #[error("port {port} of {host} is in use; {flag} takes another one, {flag} 0 any that is free")]
+    PortInUse { host: String, port: u16, flag: &'static str },
     #[error("{what}: {source}")]
     Io { what: String, source: io::Error },
     #[error(transparent)]

@@ -100,7 +100,7 @@ async fn serve(config: ServeConfig, settings: Settings) -> Result<&'static str, 
     let mut listeners = inherited_listeners()?;
     let on_demand = !listeners.is_empty();
     if !on_demand {
-        listeners.push(bind(&config.host, config.port).await?);
+        listeners.push(bind(&config.host, config.port, "--port").await?);
     }
     let address = listeners[0].local_addr().map_err(CommandError::io(&config.host))?;
     let mut server = new_server(&config, metrics.clone(), address.ip());
@@ -126,7 +126,7 @@ async fn serve(config: ServeConfig, settings: Settings) -> Result<&'static str, 
     let shutdown = async { drop(closed.await) };
     let mut listeners: Vec<_> = listeners.into_iter().map(|listener| (listener, ApiSet::Standard)).collect();
     if let Some(port) = config.ollama_port {
-        let listener = bind(&config.host, port).await?;
+        let listener = bind(&config.host, port, "--ollama-port").await?;
         tracing::info!("Ollama's API is at http://{}", listener.local_addr().map_err(CommandError::io(&config.host))?);
         listeners.push((listener, ApiSet::WithOllama));
     }
@@ -250,11 +250,12 @@ async fn feed_watchdog(interval: Duration) {
     }
 }
 
-async fn bind(host: &str, port: u16) -> Result<TcpListener, CommandError> {
+/// Opens a port. `flag` sets the port.
+async fn bind(host: &str, port: u16, flag: &'static str) -> Result<TcpListener, CommandError> {
     // An IPv6 address may have brackets, as in a URL.
     let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
     TcpListener::bind((bare, port)).await.map_err(|source| match source.kind() {
-        io::ErrorKind::AddrInUse => CommandError::PortInUse { host: host.into(), port },
+        io::ErrorKind::AddrInUse => CommandError::PortInUse { host: host.into(), port, flag },
         _ => CommandError::io(format!("listening on port {port} of {host}"))(source),
     })
 }

@@ -45,6 +45,18 @@ async fn invalid_json_is_refused() {
     }
 }
 
+#[tokio::test]
+async fn deep_body_error_says_so() {
+    let server = Server::saying("Hello.").await;
+    for (depth, problem) in [(200, "nested too deeply"), (100, "")] {
+        let deep = "[".repeat(depth) + &"]".repeat(depth);
+        let body = format!("{{\"messages\": [{{\"role\": \"user\", \"content\": \"x\", \"odd\": {deep}}}]}}");
+        let answer = server.send("POST", CHAT, &[], Some(body.as_bytes())).await;
+        let text = answer.text().await;
+        assert!(text.contains(problem) && !text.contains("not valid JSON"), "{text}");
+    }
+}
+
 /// A body for each of the values of each field.
 fn each_value(fields: &Value) -> impl Iterator<Item = (Value, &str)> {
     fields.as_object().unwrap().iter().flat_map(|(field, values)| {

@@ -3,7 +3,7 @@
 //! The mock model repeats a fixed answer. If the grammar forbids the next token of that answer, the mock model
 //! continues with random allowed tokens.
 
-use super::server::{CHAT, Server, chat, with};
+use super::server::{CHAT, Server, Setup, chat, with};
 use serde_json::{Value, json};
 
 const THINKS: &str = "I need to compute 12 + 7. That is 19.\n</think>\n\n12 + 7 = 19.";
@@ -34,6 +34,26 @@ fn schema(schema: &Value) -> Value {
 fn tools(parameters: &Value) -> Value {
     let tool = |name| json!({"type": "function", "function": {"name": name, "parameters": parameters}});
     json!([tool("one"), tool("two")])
+}
+
+#[tokio::test]
+async fn too_many_tools_are_named() {
+    let server = Setup { context: 8192, ..Setup::default() }.start().await;
+    let tool = |strict: bool| {
+        let parameters = json!({"type": "object", "properties": {}, "additionalProperties": false});
+        move |index| {
+            json!({"type": "function", "function":
+            {"name": format!("f{index}"), "parameters": parameters, "strict": strict && index == 0}})
+        }
+    };
+    let tools = |strict: bool| (0..129).map(tool(strict)).collect::<Vec<Value>>();
+    for more in [json!({"tools": tools(false), "tool_choice": "required"}), json!({"tools": tools(true)})] {
+        let error = refused(&server, more).await;
+        assert_eq!(
+            (&error["param"], &error["message"]),
+            (&json!("tools"), &json!("tools: 129 tools may be called; the limit is 128"))
+        );
+    }
 }
 
 async fn refused(server: &Server, more: Value) -> Value {

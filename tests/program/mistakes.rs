@@ -35,11 +35,14 @@ fn check(home: &Path, table: &[(&str, &str)]) {
 fn wrong_names_and_values_get_a_sentence() {
     let home = tempfile::tempdir().unwrap();
     let busy = TcpListener::bind("127.0.0.1:0").unwrap();
-    let in_use = format!("serve --port {}", busy.local_addr().unwrap().port());
+    let port = busy.local_addr().unwrap().port();
+    let in_use = format!("serve --port {port}");
+    let ollama_in_use = format!("serve --port 0 --ollama-port {port}");
     check(
         home.path(),
         &[
             (&in_use, "is in use; --port takes another one, --port 0 any that is free"),
+            (&ollama_in_use, "is in use; --ollama-port takes another one, --ollama-port 0 any that is free"),
             ("serve ~/models/nope", "no such directory"),
             ("serve /etc/hosts", "not a checkpoint: it is a file"),
             ("serve nope", "`moestro list` shows the models on this machine; org/name is a model"),

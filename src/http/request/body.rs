@@ -149,7 +149,11 @@ pub fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ApiError> {
 /// Parses `bytes` as a JSON object.
 pub fn object(bytes: &[u8]) -> Result<Value, ApiError> {
     let value = serde_json::from_slice(bytes);
-    let value = value.map_err(|error| ApiError::json(None, format!("The body is not valid JSON: {error}")))?;
+    let value = value.map_err(|error| {
+        let is_deep = error.to_string().starts_with("recursion limit exceeded");
+        let problem = if is_deep { "nested too deeply" } else { "not valid JSON" };
+        ApiError::json(None, format!("The body is {problem}: {error}"))
+    })?;
     let what = match value {
         Value::Object(_) => return Ok(value),
         Value::Array(_) => "an array",

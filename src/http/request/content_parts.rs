@@ -175,6 +175,7 @@ impl PartFormat {
             (Some("compaction"), _) if part["content"].is_string() => {
                 Ok(format!("{SUMMARY_INTRODUCTION}{}", part["content"].as_str().unwrap_or_default()))
             }
+            (Some("browser_state"), _) if part["tabs"].is_array() => Ok(browser_state(part)),
             (Some(kind), _) if !self.types.contains(&kind) => Err(unreadable(kind, at)),
             _ => {
                 let kind = self.types.first().unwrap_or(&"text");
@@ -221,6 +222,9 @@ fn image_source(part: &Value) -> Option<(ImageSource, &str)> {
                 return Some((ImageSource::Base64(data.to_owned()), ""));
             }
             let url = source["url"].as_str().or(part["image"].as_str()).or(part["url"].as_str());
+            if url.is_none() && !source["file_id"].is_null() {
+                return Some((ImageSource::Invalid("is a file_id; send it as base64"), ""));
+            }
             (url, part["detail"].as_str())
         }
         _ => return None,
@@ -267,6 +271,13 @@ fn titled(document: &Value, text: &str) -> String {
 /// The title of a document, and the context that the client gives.
 fn document_lines(document: &Value) -> Vec<&str> {
     [document["title"].as_str(), document["context"].as_str()].into_iter().flatten().collect()
+}
+
+/// The tabs of a browser, and what changed in them.
+fn browser_state(part: &Value) -> String {
+    let fields = ["tabs", "state_changes"].into_iter().filter(|name| !part[name].is_null());
+    let texts = fields.map(|name| format!("{name}: {}", part[name]));
+    texts.collect::<Vec<_>>().join("\n")
 }
 
 /// The blocks inside a document or a search result.
@@ -420,6 +431,13 @@ mod tests {
         ] {
             assert!(matches!(image_source(&part), Some((ImageSource::Invalid(_), _))), "{part}");
         }
+        for part in [
+            json!({"type": "input_image", "file_id": "f"}),
+            json!({"type": "image", "source": {"type": "file", "file_id": "f"}}),
+        ] {
+            let Some((ImageSource::Invalid(problem), _)) = image_source(&part) else { panic!("{part}") };
+            assert!(problem.starts_with("is a file_id; send it as "), "{problem}");
+        }
         assert_eq!(image_source(&json!({"type": "text", "text": "x"})), None);
     }
 
@@ -454,6 +472,17 @@ mod tests {
         assert_eq!(text, "T\nhttps://x\na\n\nb\n\nT\nC\nd\n\nT\nC\na\n\nb");
         let error = format.text(&json!([{"type": "search_result", "content": 5}]), "m", true).unwrap_err();
         assert_eq!(error.body()["error"]["param"], "m[0].content");
+    }
+
+    #[test]
+    fn tabs_of_a_browser_are_text() {
+        let format = PartFormat { types: &["text"], separator: "" };
+        let tab = json!({"tab_id": "1", "title": "T", "url": "https://x", "active": true});
+        let state =
+            json!({"type": "browser_state", "tabs": [tab], "state_changes": [{"type": "tab_opened", "tab_id": "1"}]});
+        let text = format.text(&json!([state]), "m", false).unwrap();
+        let tabs = r#"tabs: [{"tab_id":"1","title":"T","url":"https://x","active":true}]"#;
+        assert_eq!(text, format!("{tabs}\nstate_changes: [{{\"type\":\"tab_opened\",\"tab_id\":\"1\"}}]"));
     }
 
     #[test]

@@ -66,6 +66,8 @@ impl RequestedFormat {
             ToolChoice::Auto(None) if content == ContentFormat::Text && !has_strict_tool => return None,
             ToolChoice::Auto(names) => (content, named(tools, names.as_deref())),
         };
+        let is_only_tools = matches!(content, ContentFormat::Text | ContentFormat::Nothing);
+        let field = if is_only_tools { "tools".into() } else { field };
         let tools = (!tools.is_empty()).then_some(AllowedTools { tools, parallel });
         Some(Self { format: OutputFormat { content, tools }, field, tool_path })
     }
