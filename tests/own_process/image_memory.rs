@@ -119,7 +119,7 @@ fn photos_fit_the_default_memory() {
         return;
     }
     // A large request may take three quarters of 256 MiB, without the memory of two steps.
-    let most = (256 - 16) / 4 * 3 << 20;
+    let most = ((256 - 16) / 4 * 3) << 20;
     for (kind, sides) in [
         (TURNED_PHOTO, [4032, 3024]),
         (TURNED_PHOTO, [6000, 4000]),
