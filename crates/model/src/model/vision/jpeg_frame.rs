@@ -69,7 +69,8 @@ impl JpegFrame {
     /// Maximum number of bytes that the decoder needs for an image of this size besides its output.
     pub fn decoder_bytes(&self, width: usize, height: usize) -> usize {
         let most = |side: usize| self.sampling.iter().map(|factors| factors[side]).max().unwrap_or(MAX_COUNT);
-        let [across, down] = [most(0), most(1)];
+        let across = most(0);
+        let down = most(1);
         let groups = [width.div_ceil(BLOCK * across), height.div_ceil(BLOCK * down)];
         let blocks: usize = self.sampling.iter().map(|[across, down]| across * down).sum();
         let coefficients =
