@@ -5,7 +5,10 @@ use crate::http::{
     layers::{MemoryPermit, value_bytes},
     openai::{
         CommonFields, JsonSchema, ResponseFormat,
-        responses::{items, store::ResponseStore},
+        responses::{
+            items,
+            store::{ResponseStore, StoredItem},
+        },
     },
     quote,
     request::{
@@ -20,7 +23,7 @@ use moestro_chat::{Message, Role};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use std::{
-    collections::{BTreeMap, BTreeSet, btree_map::Entry},
+    collections::{BTreeMap, BTreeSet},
     mem,
 };
 
@@ -180,29 +183,28 @@ impl ResponsesRequest {
                 return Err(ApiError::wrong_type("input", "must be a string or an array of items."));
             }
         };
-        // Each item is read from the store once, because the memory of the copies may evict it.
-        let mut found: BTreeMap<String, Value> = BTreeMap::new();
-        let resolve = |(index, item): (usize, Value)| {
-            // A reference may omit its type.
-            let is_bare = item.get("type").is_none_or(Value::is_null) && item.get("role").is_none();
-            match item["id"].as_str() {
-                Some(id) if item["type"] == "item_reference" || is_bare => {
-                    let item = match found.entry(id.to_owned()) {
-                        Entry::Occupied(entry) => entry.into_mut(),
-                        Entry::Vacant(entry) => {
-                            let item = store.item(id);
-                            let item = item.ok_or_else(|| ApiError::no_such_item(id, &format!("input[{index}]")))?;
-                            permit.grow(value_bytes(&item))?;
-                            entry.insert(item)
-                        }
-                    };
-                    permit.grow(3 * value_bytes(item))?;
-                    Ok(item.clone())
-                }
-                _ => Ok(item),
+        // All items are found before the first copy, because the memory of a copy may evict the next item.
+        let mut found = BTreeMap::new();
+        for (index, item) in items.iter().enumerate() {
+            if let Some(id) = referenced_id(item)
+                && !found.contains_key(id)
+            {
+                let stored = store.item(id);
+                let stored = stored.ok_or_else(|| ApiError::no_such_item(id, &format!("input[{index}]")))?;
+                found.insert(id.to_owned(), stored);
             }
+        }
+        permit.grow(found.values().filter_map(StoredItem::value).map(value_bytes).sum())?;
+        let found: BTreeMap<String, Value> =
+            found.into_iter().filter_map(|(id, stored)| Some((id, stored.value()?.clone()))).collect();
+        let resolve = |item: Value| match referenced_id(&item).and_then(|id| found.get(id)) {
+            Some(stored) => {
+                permit.grow(3 * value_bytes(stored))?;
+                Ok(stored.clone())
+            }
+            None => Ok(item),
         };
-        items.into_iter().enumerate().map(resolve).collect()
+        items.into_iter().map(resolve).collect()
     }
 
     /// Translates the request. `history` has the items of earlier responses, and `input` has the items of this request.
@@ -264,6 +266,8 @@ impl ResponsesRequest {
 /// `server_label`. A tool has a key for each choice of the fields that `tool_choice` may leave out.
 struct IgnoredTools(BTreeSet<[FieldKey; 3]>);
 
+const IDENTITY: [&str; 3] = ["type", "name", "server_label"];
+
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
 enum FieldKey {
     Any,
@@ -272,9 +276,12 @@ enum FieldKey {
 }
 
 impl IgnoredTools {
-    /// True if a tool has the fields of `named`, which are not null. A tool may lack a field: `name` may be the name of a
-    /// tool of an MCP server, which the request does not list.
+    /// True if a tool has the fields of `named`. A tool may lack a field: `name` may be the name of a tool of an MCP server,
+    /// which the request does not list.
     fn has(&self, named: &Value) -> bool {
+        if !IDENTITY.iter().all(|&at| named[at].is_null() || named[at].is_string()) {
+            return false;
+        }
         let either = |field| match field {
             FieldKey::Absent => [FieldKey::Any, FieldKey::Any],
             text => [FieldKey::Absent, text],
@@ -284,11 +291,17 @@ impl IgnoredTools {
 
     /// The keys of a tool. `of` returns the keys of one of the two fields that may be absent.
     fn keys(tool: &Value, of: impl Fn(FieldKey) -> [FieldKey; 2]) -> impl Iterator<Item = [FieldKey; 3]> {
-        let [kind, name, label] = ["type", "name", "server_label"]
-            .map(|at| tool[at].as_str().map_or(FieldKey::Absent, |text| FieldKey::Text(text.to_owned())));
+        let [kind, name, label] =
+            IDENTITY.map(|at| tool[at].as_str().map_or(FieldKey::Absent, |text| FieldKey::Text(text.to_owned())));
         let labels = of(label);
         of(name).into_iter().flat_map(move |name| labels.clone().map(|label| [kind.clone(), name.clone(), label]))
     }
+}
+
+/// The id of the stored item to which an item of the input refers. A reference may omit its type.
+fn referenced_id(item: &Value) -> Option<&str> {
+    let is_bare = item.get("type").is_none_or(Value::is_null) && item.get("role").is_none();
+    item["id"].as_str().filter(|_| item["type"] == "item_reference" || is_bare)
 }
 
 /// Path of a tool's field in the Responses API.
@@ -447,6 +460,7 @@ mod tests {
             json!({"type": "function"}),
             json!({"type": "image_generation"}),
             json!({"type": "mcp", "server_label": "b"}),
+            json!({"type": "mcp", "server_label": 5}),
             json!({"type": "custom", "name": "f2"}),
             json!({"type": "namespace", "name": "n"}),
             json!("f"),
@@ -551,10 +565,18 @@ mod tests {
     fn repeated_references_each_count_toward_memory() {
         let memory = RequestMemory::new(&Metrics::new("0", "cpu"));
         let (store, mut permit) = (ResponseStore::within(memory.clone()), memory.permit());
-        store.insert(None, Vec::new(), &json!({"id": "r", "output": [{"id": "m", "text": "x".repeat(100_000)}]}));
-        let mut ask =
-            |times: usize| request(json!({"input": vec![json!({"id": "m"}); times]})).take_input(&store, &mut permit);
+        store.insert(
+            None,
+            Vec::new(),
+            &json!({"id": "r", "output": [{"id": "m", "text": "x".repeat(200_000)}, {"id": "n"}]}),
+        );
+        let mut ask = |times: usize| {
+            let last = json!({"id": "n"});
+            let input = [&vec![json!({"id": "m"}); times - 1][..], &[last]].concat();
+            request(json!({"input": input})).take_input(&store, &mut permit)
+        };
         assert_eq!(ask(2).unwrap().len(), 2);
+        // The copies of the first item evict the response with the second one.
         assert_eq!(ask(1000).unwrap_err().status, 413);
         assert!((600_000..200_000_000).contains(&permit.bytes()), "{}", permit.bytes());
     }

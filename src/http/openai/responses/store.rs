@@ -41,6 +41,18 @@ impl AsRef<[u8]> for ResponseText {
     }
 }
 
+/// An item of a response, which stays in memory if the response is evicted.
+pub struct StoredItem {
+    response: Arc<StoredResponse>,
+    index: usize,
+}
+
+impl StoredItem {
+    pub fn value(&self) -> Option<&Value> {
+        self.response.output.get(self.index)
+    }
+}
+
 #[derive(Default)]
 struct StoreEntries {
     /// Stored responses, least recently used first.
@@ -182,10 +194,12 @@ impl ResponseStore {
     }
 
     /// Finds an item by its id in the output of any response.
-    pub fn item(&self, id: &str) -> Option<Value> {
+    pub fn item(&self, id: &str) -> Option<StoredItem> {
         let entries = self.entries.lock();
-        let mut outputs = entries.responses.iter().rev().flat_map(|response| &response.output);
-        outputs.find(|item| item["id"] == id).cloned()
+        entries.responses.iter().rev().find_map(|response| {
+            let index = response.output.iter().position(|item| item["id"] == id)?;
+            Some(StoredItem { response: response.clone(), index })
+        })
     }
 }
 
@@ -214,7 +228,7 @@ mod tests {
         let refused = store.history("b", |bytes| Err(ApiError::too_large(bytes))).unwrap_err();
         let all_items = ApiError::too_large(memory::rendering_bytes(&expected));
         assert_eq!(refused.message(), all_items.message());
-        assert_eq!(store.item("item-a"), Some(json!({"id": "item-a"})));
+        assert_eq!(store.item("item-a").unwrap().value(), Some(&json!({"id": "item-a"})));
         assert!(store.remove("a") && !store.remove("a"));
         assert_eq!(store.history("b", all).unwrap(), None);
         assert_eq!(store.get("b").unwrap(), response("b").to_string());
