@@ -58,7 +58,8 @@ pub async fn tokenize(server: Generator, body: Body) -> Result<Response, ApiErro
         (None, Some(messages)) => {
             let continues = request.continue_final_message.unwrap_or(false);
             let tools = request.tools.unwrap_or_default();
-            let mut chat = ChatPrompt::new(messages::read(messages)?, continues, tools, tools::chat_path)?;
+            let read = move || ChatPrompt::new(messages::read(messages)?, continues, tools, tools::chat_path);
+            let mut chat = body::translate(&permit, read).await?;
             chat.kwargs = request.chat_template_kwargs.unwrap_or_default();
             chat.add_generation_prompt = request.add_generation_prompt.unwrap_or(!continues);
             let messages = std::mem::take(&mut chat.messages);

@@ -1,4 +1,4 @@
-//! Tests that the image placeholder as text is no image, wherever it is in a request with images.
+//! Tests that text with the image placeholder is not counted as an image, wherever it is in a request with images.
 
 use super::{
     images::{FIXTURE, file, image_url, options, text, url, user},

@@ -187,6 +187,14 @@ const ATTACKS: [Attack; 8] = [
         for status in send_concurrently(server, 8, "/v1/chat/completions", &nested) {
             assert!([400, 503].contains(&status), "{status}");
         }
+        let arguments = serde_json::json!(format!(r#"{{"a": [{}0]}}"#, "[[[0]]],".repeat(16_000)));
+        let called = format!(
+            r#"{{"messages": [{{"role": "assistant", "tool_calls": [{{"function": {{"name": "f", "arguments": {arguments}}}}}]}},
+                {{"role": "user", "content": "a"}}]}}"#
+        );
+        for status in send_concurrently(server, 8, "/v1/chat/completions", &called) {
+            assert!([400, 503].contains(&status), "{status}");
+        }
         let words = format!(r#"{{"prompt": "{}", "return_token_strs": true}}"#, "word ".repeat(90_000));
         for status in send_concurrently(server, 8, "/tokenize", &words) {
             assert!([200, 503].contains(&status), "{status}");

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 /// Errors of templates and tokenizers.
 #[derive(Debug, thiserror::Error)]
 pub enum ChatError {
-    /// The template called `raise_exception` with this text.
+    /// The template called `raise_exception` with this text, or a message is not an object.
     #[error("{0}")]
     Refused(String),
     #[error("the chat template failed: {0}")]

@@ -104,10 +104,15 @@ impl Template {
         Ok(Self { env, special_tokens, info })
     }
 
+    /// True if the source of the template contains `text`.
+    pub fn contains(&self, text: &str) -> bool {
+        self.env.templates().any(|(_, template)| template.source().contains(text))
+    }
+
     /// The same template with `new` in place of `old` in its source.
     ///
     /// # Errors
-    /// The changed source is no template.
+    /// The changed source is not a valid template.
     pub fn replace(&self, old: &str, new: &str) -> Result<Self, ChatError> {
         let sources =
             self.env.templates().map(|(name, template)| (name.to_owned(), template.source().replace(old, new)));
@@ -117,8 +122,7 @@ impl Template {
     /// Renders the prompt of a conversation.
     ///
     /// # Errors
-    /// [`ChatError::Refused`] if the template rejects the conversation, or if the arguments of a tool call in it are
-    /// not a JSON object.
+    /// [`ChatError::Refused`] if the template rejects the conversation, or if a message is not an object.
     pub fn render<M: Serialize>(&self, conversation: &Conversation<M>) -> Result<String, ChatError> {
         let name = if conversation.tools.is_some() { TOOL_USE } else { DEFAULT };
         let template =
@@ -293,7 +297,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn replaced_text_is_not_written() {
+    fn text_is_replaced_in_the_source_only() {
         let sources =
             [(DEFAULT, "{% generation %}<a>{% endgeneration %}{{ eos_token }}{{ x }}"), (TOOL_USE, "{{ '<a>!' }}")];
         let sources = sources.map(|(name, source)| (name.to_owned(), source.to_owned()));

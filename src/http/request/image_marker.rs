@@ -2,7 +2,8 @@
 //!
 //! Any string or key of messages, tools and template variables may be in the prompt, so texts are changed only after they
 //! are rendered. The template of a prompt with images has a random marker where its source has the placeholder. All
-//! placeholders of the rendered prompt are therefore text.
+//! placeholders of the rendered prompt are therefore text. A template that builds the placeholder from other texts is not
+//! changed: then texts with the placeholder are refused.
 
 use crate::http::layers::unique_id;
 use moestro_chat::{Template, error::ChatError};

@@ -109,7 +109,8 @@ impl LoadedModel {
     pub fn image_marker(&self, messages: &[Message<Arc<Image>>]) -> Option<ImageMarker> {
         messages.iter().flat_map(Message::images).next()?;
         let placeholder = self.tokenizer.token(self.engine.images()?.image_token)?;
-        (!placeholder.is_empty()).then(|| ImageMarker::new(placeholder))
+        let has_placeholder = !placeholder.is_empty() && self.template.as_ref()?.contains(&placeholder);
+        has_placeholder.then(|| ImageMarker::new(placeholder))
     }
 
     /// Replaces the placeholder of each image by as many placeholders as the image has tokens. `param` names the
