@@ -15,12 +15,15 @@ use std::{
     },
     time::Duration,
 };
-use tokio::{sync::Notify, time::timeout};
+use tokio::{
+    sync::Notify,
+    time::{Instant, timeout, timeout_at},
+};
 
 /// Size in bytes above which a request is large. A large request must leave a quarter of the memory to small requests.
 pub const LARGE_BYTES: usize = 256 << 10;
 
-/// Longest time that a request waits for memory. During this time, it only holds its body.
+/// Longest time that a request waits for memory: at the entrance, where it only holds its body, and before each step.
 pub const MAX_WAIT: Duration = Duration::from_secs(30);
 
 /// Time after which a waiting request tries again even if no memory became free.
@@ -123,6 +126,11 @@ impl Entrance {
         }
     }
 
+    /// The end of a wait for memory that begins now.
+    pub fn deadline(&self) -> Instant {
+        Instant::now() + self.max_wait
+    }
+
     /// Lets the next request look for memory again.
     pub fn wake(&self) {
         self.freed.notify_waiters();
@@ -133,6 +141,17 @@ impl Entrance {
     pub fn is_empty(&self) -> bool {
         self.inside.load(Relaxed) == 0 && !self.has_largest.load(Relaxed) && self.waiting.load(Relaxed) == 0
     }
+}
+
+/// Waits for `freed`, which may be ready each time that it is made.
+///
+/// # Errors
+/// The deadline has passed.
+pub async fn wait_before(deadline: Instant, freed: impl Future<Output = ()>) -> Result<(), ApiError> {
+    if Instant::now() >= deadline {
+        return Err(ApiError::memory_in_use());
+    }
+    timeout_at(deadline, freed).await.map_err(|_| ApiError::memory_in_use())
 }
 
 impl EntrancePlace {

@@ -2,20 +2,20 @@
 //!
 //! A request gets memory from its [`MemoryPermit`]s before it allocates. A request is refused with 503 if other requests
 //! hold the memory, and with 413 if it would not fit even alone. A body waits for the memory of its parsed values, see
-//! [`Entrance`]. All estimates of memory are in this file.
+//! [`Entrance`]. All estimates of memory are in this file, except those of images.
 //! The memory of a step is reserved when its turn comes, so waiting requests do not hold it. If other steps hold the
-//! memory, the step lets the next one have its turn, and tries again until they end.
+//! memory, the step lets the next one have its turn, and tries again until they end, for 30 s at most.
 //!
 //! | stage of a request | holds | and until the step ends |
 //! |---|---|---|
 //! | body | text, [`parsed_bytes`], in some APIs twice; stored items that it names | |
-//! | images, one at a time | also the pixels | memory to read and decode |
+//! | images, one at a time | also the pixels; the file of a download | memory to read and decode |
 //! | prompt | also [`token_bytes`] | [`rendering_bytes`], [`message_bytes`], [`tokenizing_bytes`] |
 //! | in the queue, and running | tokens, pixels, tools, other fields | a constant, to compile a format |
 //! | answer | also [`answer_bytes`] of a body, [`waiting_bytes`] of a later choice | |
 //!
-//! Expensive work (parsing, rendering, tokenizing) runs on blocking threads, one or two steps at a time, in order of
-//! arrival. A step cannot be cancelled, so steps are short: a disconnected client is noticed after the current step.
+//! Expensive work (parsing, translating, rendering, tokenizing) runs on blocking threads, one or two steps at a time, in
+//! order of arrival. A step cannot be cancelled, so steps are short: a disconnected client is noticed after the current step.
 //! Output formats are compiled outside these steps, one at a time, because a compilation may take seconds.
 
 use crate::http::{
@@ -38,7 +38,7 @@ use std::{
 use tokio::{
     sync::{OwnedSemaphorePermit, Semaphore},
     task::spawn_blocking,
-    time::{Instant, timeout_at},
+    time::Instant,
 };
 
 /// Bytes of memory for all requests before the memory plan is known.
@@ -196,6 +196,10 @@ impl RequestMemory {
     }
 
     fn release(self: &Arc<Self>, bytes: usize) {
+        // A permit without bytes must not wake requests that wait for memory, which drop such permits.
+        if bytes == 0 {
+            return;
+        }
         self.used.fetch_sub(bytes, Relaxed);
         self.gauge.sub(signed(bytes));
         self.entrance.wake();
@@ -295,6 +299,12 @@ impl MemoryPermit {
         self.resize(self.bytes().saturating_add(bytes))
     }
 
+    /// Adds `bytes` to the permit. Waits for at most 30 s while other requests hold the memory.
+    pub async fn grow_patiently(&mut self, bytes: usize) -> Result<(), ApiError> {
+        let deadline = self.held.memory.entrance.deadline();
+        self.grow_before(bytes, deadline).await
+    }
+
     /// Adds `bytes` to the permit. Waits until `deadline` while other requests hold the memory.
     pub async fn grow_before(&mut self, bytes: usize, deadline: Instant) -> Result<(), ApiError> {
         let memory = self.held.memory.clone();
@@ -303,7 +313,7 @@ impl MemoryPermit {
             if self.try_grow(bytes)? {
                 return Ok(());
             }
-            timeout_at(deadline, freed).await.map_err(|_| ApiError::memory_in_use())?;
+            entrance::wait_before(deadline, freed).await?;
         }
     }
 
@@ -354,8 +364,8 @@ impl MemoryPermit {
             }
             // A step that needs less memory may run first.
             drop(turn);
-            let deadline = *deadline.get_or_insert_with(|| Instant::now() + entrance::MAX_WAIT);
-            timeout_at(deadline, freed).await.map_err(|_| ApiError::memory_in_use())?;
+            let deadline = *deadline.get_or_insert_with(|| memory.entrance.deadline());
+            entrance::wait_before(deadline, freed).await?;
         }
     }
 
@@ -364,12 +374,14 @@ impl MemoryPermit {
     fn reserve_working(&self, bytes: usize) -> Result<Option<WorkingMemory>, ApiError> {
         let mut steps = self.held.memory.working_steps.lock();
         let mut own = self.reserve(0)?;
-        match own.try_grow(bytes)? {
-            true => *steps += usize::from(bytes > 0),
-            false if *steps == 0 => return Err(ApiError::memory_in_use()),
-            false => return Ok(None),
+        if own.try_grow(bytes)? {
+            *steps += usize::from(bytes > 0);
+            Ok(Some(WorkingMemory(own)))
+        } else if *steps == 0 {
+            Err(ApiError::memory_in_use())
+        } else {
+            Ok(None)
         }
-        Ok(Some(WorkingMemory(own)))
     }
 
     /// Runs one compilation, which needs `working` bytes, on a blocking thread when its turn comes. If the caller is
@@ -476,10 +488,11 @@ pub fn message_bytes<I>(message: &Message<I>) -> usize {
     nodes * JSON_VALUE_BYTES + RENDER_FACTOR * text + calls + extra
 }
 
-/// Memory of rendering a call. The template's values are parsed from the arguments if these are text.
+/// Memory of rendering a call. If its arguments are text, the template's values are made beside the parsed values, which
+/// takes up to a third more memory.
 fn call_bytes(call: &ToolCall) -> usize {
     let text = call.0["function"]["arguments"].as_str().unwrap_or_default();
-    rendering_bytes([&call.0]) + parsed_bytes(text.as_bytes())
+    rendering_bytes([&call.0]) + parsed_bytes(text.as_bytes()) / 2 * 3
 }
 
 /// Memory of a JSON value with `node` bytes for each value and each name, and `factor` bytes for each byte of text.

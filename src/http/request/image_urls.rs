@@ -53,8 +53,8 @@ pub struct ImageUrls {
 /// Downloads the images of one request.
 pub struct ImageDownloads {
     urls: Arc<ImageUrls>,
-    /// The end of the time for all images. `None` before the first download.
-    deadline: Option<Instant>,
+    /// The time that is left for downloads. Decoding takes none of it.
+    time: Duration,
     /// The time that is left for downloads of images of messages that are not new.
     earlier_time: Duration,
 }
@@ -81,12 +81,12 @@ struct InterruptOnDrop(Agent);
 
 impl ImageDownloads {
     pub fn new(urls: Arc<ImageUrls>) -> Self {
-        Self { urls, deadline: None, earlier_time: EARLIER_IMAGES_TIMEOUT }
+        Self { urls, time: TIMEOUT, earlier_time: EARLIER_IMAGES_TIMEOUT }
     }
 
     /// Downloads an image. Returns the image and a permit of the request for its bytes, which waits for memory that other
-    /// requests hold. A host that has not answered takes no memory. An image that is not new has less time. If the caller is dropped, the download ends. The thread of the download holds its memory and its place until
-    /// it has ended.
+    /// requests hold. A host that has not answered takes no memory. An image that is not new has less time. If the caller
+    /// is dropped, the download ends. The thread of the download holds its memory and its place until it has ended.
     ///
     /// # Errors
     /// The inner error is the reason why the image is not shown. The text completes "the image ...". The outer error ends
@@ -101,7 +101,6 @@ impl ImageDownloads {
             Ok(download) => download,
             Err(why) => return Ok(Err(why)),
         };
-        let deadline = *self.deadline.get_or_insert_with(|| Instant::now() + TIMEOUT);
         let too_slow = || {
             if is_new {
                 return format!("cannot be fetched: the images of a request took more than {} s", TIMEOUT.as_secs());
@@ -109,12 +108,12 @@ impl ImageDownloads {
             // The same text in each turn, so that the prompt cache keeps the messages after the image.
             "took too long to fetch".into()
         };
-        if Instant::now() >= deadline || (!is_new && self.earlier_time.is_zero()) {
+        let time = if is_new { self.time } else { self.time.min(self.earlier_time).min(EARLIER_IMAGE_TIMEOUT) };
+        if time.is_zero() {
             return Ok(Err(too_slow()));
         }
         let start = Instant::now();
-        let deadline =
-            if is_new { deadline } else { deadline.min(start + EARLIER_IMAGE_TIMEOUT.min(self.earlier_time)) };
+        let deadline = start + time;
         let fetch = async {
             // The wait for a place takes no thread and no memory.
             let Ok(place) = timeout_at(deadline, self.urls.places.clone().acquire_owned()).await else {
@@ -151,6 +150,7 @@ impl ImageDownloads {
             }
         };
         let fetched = fetch.await;
+        self.time = self.time.saturating_sub(start.elapsed());
         if !is_new {
             self.earlier_time = self.earlier_time.saturating_sub(start.elapsed());
         }
@@ -180,10 +180,11 @@ impl Download {
 }
 
 impl ImageBody {
-    /// Number of bytes that the next read takes: all of a body whose length is known, and one more to see its end.
+    /// Number of bytes that the next read takes: all of a body whose length is known, and one more to see its end. The
+    /// second piece is the rest of the limit, so that a download waits for memory at most while it holds one small piece.
     fn piece(&self) -> usize {
         let max = ImageProcessor::MAX_ENCODED_BYTES;
-        (self.declared.clamp(PIECE, max) + 1).min(max + 1 - self.image.len())
+        if self.image.is_empty() { self.declared.clamp(PIECE, max) + 1 } else { max + 1 - self.image.len() }
     }
 
     /// Reads the next piece. Blocks. Reads at most one byte more than the limit, also of a body that is compressed

@@ -203,12 +203,12 @@ async fn decode(
     };
     let max_tokens = part.low_detail.then_some(LOW_DETAIL_TOKENS);
     let image = image_step(permit, working, move || processor.prepare(encoded.bytes(), max_tokens)).await?;
-    permit.grow(image.as_ref().map_or(0, |image| image.pixels.data.len()))?;
+    permit.grow_patiently(image.as_ref().map_or(0, |image| image.pixels.data.len())).await?;
     Ok(image)
 }
 
 /// Runs a step of an image that needs `working` bytes. An image that needs too much memory even alone is not shown. If
-/// other requests hold the memory, the answer is 503, and the client may retry.
+/// requests without steps hold the memory, the answer is 503, and the client may retry.
 async fn image_step<T: Send + 'static>(
     permit: &MemoryPermit,
     working: usize,

@@ -125,6 +125,33 @@ async fn step_waits_for_memory_of_steps() {
 }
 
 #[tokio::test]
+async fn step_waits_for_limited_time() {
+    let mut memory = memory(64 * MIB);
+    Arc::get_mut(&mut memory).unwrap().entrance = Entrance::new(Duration::from_millis(100));
+    memory.set_plan((64 * MIB + 2 * STEP_BYTES) as u64);
+    let (release, mut running) = running_step(&memory, 40 * MIB).await;
+    let mut other = memory.permit();
+    let (step, growth) = timeout(Duration::from_secs(60), async {
+        // Memory that is freed all the time wakes those that wait.
+        let frees = async {
+            loop {
+                drop(memory.permit().reserve(MIB));
+                sleep(Duration::from_millis(1)).await;
+            }
+        };
+        tokio::select! {
+            refused = async { (memory.permit().run(40 * MIB, || ()).await, other.grow_patiently(40 * MIB).await) } => refused,
+            () = frees => unreachable!("it never ends"),
+        }
+    })
+    .await
+    .expect("the time is limited");
+    assert_eq!((step.unwrap_err().status.as_u16(), growth.unwrap_err().status.as_u16()), (503, 503));
+    drop(release);
+    running.join_next().await.unwrap().unwrap();
+}
+
+#[tokio::test]
 async fn step_beside_idle_requests_is_refused() {
     let memory = memory(MIB);
     let held = memory.permit().reserve(700 << 10).unwrap();

@@ -172,12 +172,19 @@ async fn download_waits_for_memory_until_its_deadline() {
     let memory = small_memory();
     let held = memory.permit().reserve(36 << 20).unwrap();
     let (url, urls, mut events) = slow_image();
-    for (is_new, status) in [(true, Some(503)), (false, None)] {
+    // On a busy machine, the time may end before the host has answered.
+    for wait in [500, 5000, 20_000] {
         let mut downloads = ImageDownloads::new(urls.clone());
-        downloads.deadline = Some(Instant::now() + Duration::from_millis(500));
-        let fetched = downloads.fetch(url.clone(), is_new, &memory.permit()).await;
-        assert_eq!(fetched.err().map(|error| error.status.as_u16()), status, "new: {is_new}");
+        downloads.time = Duration::from_millis(wait);
+        let fetched = downloads.fetch(url.clone(), true, &memory.permit()).await;
+        if fetched.is_err() || wait == 20_000 {
+            assert_eq!(fetched.map(drop).unwrap_err().status, 503);
+            break;
+        }
     }
+    let mut downloads = ImageDownloads::new(urls.clone());
+    downloads.earlier_time = Duration::from_millis(500);
+    assert!(downloads.fetch(url.clone(), false, &memory.permit()).await.unwrap().is_err());
     while events.try_recv().is_ok() {}
     let waiting = spawn_download(&urls, &url, &memory);
     while events.recv().await != Some(true) {}
@@ -233,7 +240,7 @@ async fn images_of_a_request_share_one_deadline() {
     let memory = request_memory();
     let permit = memory.permit();
     let mut downloads = ImageDownloads::new(urls.clone());
-    downloads.deadline = Some(Instant::now() + Duration::from_millis(300));
+    downloads.time = Duration::from_millis(300);
     for _ in 0..3 {
         assert!(downloads.fetch(url.clone(), true, &permit).await.unwrap().is_err());
     }
@@ -244,7 +251,7 @@ async fn images_of_a_request_share_one_deadline() {
     let _places = urls.places.clone().acquire_many_owned(PLACES as u32).await.unwrap();
     for wait in [20, 200, 2000, 20_000] {
         let mut downloads = ImageDownloads::new(urls.clone());
-        downloads.deadline = Some(Instant::now() + Duration::from_millis(wait));
+        downloads.time = Duration::from_millis(wait);
         match downloads.fetch(url.clone(), true, &permit).await {
             Err(refused) => return assert_eq!(refused.status, 503),
             // A busy machine stopped this thread until the deadline. The next one is later.
@@ -265,7 +272,7 @@ async fn earlier_images_leave_time_for_new_images() {
         assert!(downloads.fetch(url.clone(), false, &permit).await.unwrap().is_err());
     }
     assert!(downloads.earlier_time < Duration::from_millis(100), "{:?}", downloads.earlier_time);
-    assert!(downloads.deadline.unwrap() > Instant::now(), "a new image has time");
+    assert!(!downloads.time.is_zero(), "a new image has time");
     while events.try_recv().is_ok() {}
     let new = tokio::spawn(async move { downloads.fetch(url, true, &permit).await.map(drop) });
     let began = async { while events.recv().await != Some(true) {} };

@@ -8,8 +8,8 @@ const BLOCK: usize = 8;
 /// Size of a coefficient in bytes.
 const COEFFICIENT_BYTES: usize = 2;
 /// Bytes of memory per component, pixel of the width, and vertical sampling factor: the samples of a row of blocks, and
-/// the same row enlarged. The highest measured value is 41.
-const ROW_BYTES: usize = 64;
+/// the same row enlarged. The decoder enlarges the first components most, which takes up to 83 bytes.
+const ROW_BYTES: usize = 96;
 /// The highest number of components, and the highest sampling factor, that the decoder accepts.
 const MAX_COUNT: usize = 4;
 
