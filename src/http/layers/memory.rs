@@ -238,7 +238,11 @@ pub struct MemoryPermit {
 }
 
 /// The working memory of a step.
-struct WorkingMemory(MemoryPermit);
+struct WorkingMemory {
+    permit: MemoryPermit,
+    /// True if other steps may wait for the memory.
+    is_counted: bool,
+}
 
 struct HeldBytes {
     memory: Arc<RequestMemory>,
@@ -299,12 +303,6 @@ impl MemoryPermit {
         self.resize(self.bytes().saturating_add(bytes))
     }
 
-    /// Adds `bytes` to the permit. Waits for at most 30 s while other requests hold the memory.
-    pub async fn grow_patiently(&mut self, bytes: usize) -> Result<(), ApiError> {
-        let deadline = self.held.memory.entrance.deadline();
-        self.grow_before(bytes, deadline).await
-    }
-
     /// Adds `bytes` to the permit. Waits until `deadline` while other requests hold the memory.
     pub async fn grow_before(&mut self, bytes: usize, deadline: Instant) -> Result<(), ApiError> {
         let memory = self.held.memory.clone();
@@ -354,13 +352,37 @@ impl MemoryPermit {
         working: usize,
         step: impl FnOnce() -> T + Send + 'static,
     ) -> Result<T, ApiError> {
+        let started = self.start_step(working).await?;
+        self.run_beside_steps(started, step).await
+    }
+
+    /// Runs one step as [`MemoryPermit::run`]. The permit keeps as much of the step's memory as `kept` returns.
+    pub async fn run_and_keep<T: Send + 'static>(
+        &mut self,
+        working: usize,
+        step: impl FnOnce() -> T + Send + 'static,
+        kept: impl FnOnce(&T) -> usize + Send + 'static,
+    ) -> Result<T, ApiError> {
+        let (working, turn) = self.start_step(working).await?;
+        let step = move || {
+            let output = step();
+            let own = working.end(kept(&output));
+            (output, own)
+        };
+        let (output, own) = self.run_beside_steps(turn, step).await?;
+        self.held.bytes.fetch_add(own.held.bytes.swap(0, Relaxed), Relaxed);
+        Ok(output)
+    }
+
+    /// Waits for a step's turn and memory.
+    async fn start_step(&self, working: usize) -> Result<(WorkingMemory, OwnedSemaphorePermit), ApiError> {
         let memory = &self.held.memory;
         let mut deadline = None;
         loop {
             let freed = memory.entrance.freed();
             let turn = turn(&memory.steps).await?;
             if let Some(working) = self.reserve_working(working)? {
-                return self.run_beside_steps((working, turn), step).await;
+                return Ok((working, turn));
             }
             // A step that needs less memory may run first.
             drop(turn);
@@ -376,7 +398,7 @@ impl MemoryPermit {
         let mut own = self.reserve(0)?;
         if own.try_grow(bytes)? {
             *steps += usize::from(bytes > 0);
-            Ok(Some(WorkingMemory(own)))
+            Ok(Some(WorkingMemory { permit: own, is_counted: bytes > 0 }))
         } else if *steps == 0 {
             Err(ApiError::memory_in_use())
         } else {
@@ -421,13 +443,24 @@ async fn turn(turns: &Arc<Semaphore>) -> Result<OwnedSemaphorePermit, ApiError> 
     turns.clone().acquire_owned().await.map_err(|_| ApiError::failed("The server stops."))
 }
 
+impl WorkingMemory {
+    /// Ends the step. Returns a permit for `bytes` of its memory.
+    fn end(self, bytes: usize) -> MemoryPermit {
+        let HeldBytes { memory, request_bytes, bytes: all } = &*self.permit.held;
+        let kept = MemoryPermit::new(memory.clone(), request_bytes.clone());
+        let bytes = bytes.min(self.permit.bytes());
+        all.fetch_sub(bytes, Relaxed);
+        kept.held.bytes.store(bytes, Relaxed);
+        kept
+    }
+}
+
 impl Drop for WorkingMemory {
     fn drop(&mut self) {
-        let bytes = self.0.bytes();
+        let HeldBytes { memory, bytes, .. } = &*self.permit.held;
         // The memory is free before the step no longer counts, so a step that finds no memory knows that it may wait.
-        self.0.held.release(bytes);
-        self.0.held.bytes.store(0, Relaxed);
-        *self.0.held.memory.working_steps.lock() -= usize::from(bytes > 0);
+        self.permit.held.release(bytes.swap(0, Relaxed));
+        *memory.working_steps.lock() -= usize::from(self.is_counted);
     }
 }
 
@@ -489,7 +522,7 @@ pub fn message_bytes<I>(message: &Message<I>) -> usize {
 }
 
 /// Memory of rendering a call. If its arguments are text, the template's values are made beside the parsed values, which
-/// takes up to a third more memory.
+/// takes about a third more memory. Half is counted.
 fn call_bytes(call: &ToolCall) -> usize {
     let text = call.0["function"]["arguments"].as_str().unwrap_or_default();
     rendering_bytes([&call.0]) + parsed_bytes(text.as_bytes()) / 2 * 3

@@ -197,24 +197,27 @@ async fn decode(
     let header_bytes = ImageProcessor::header_bytes(encoded.bytes());
     let reader = processor.clone();
     let header = move || Ok((reader.working_bytes(encoded.bytes())?, encoded));
-    let (working, encoded) = match image_step(permit, header_bytes, header).await? {
+    let (working, encoded) = match image_step(permit, header_bytes, header, |_| 0).await? {
         Ok(header) => header,
         Err(why) => return Ok(Err(why)),
     };
     let max_tokens = part.low_detail.then_some(LOW_DETAIL_TOKENS);
-    let image = image_step(permit, working, move || processor.prepare(encoded.bytes(), max_tokens)).await?;
-    permit.grow_patiently(image.as_ref().map_or(0, |image| image.pixels.data.len())).await?;
+    let prepare = move || processor.prepare(encoded.bytes(), max_tokens);
+    let image = image_step(permit, working, prepare, |image| image.pixels.data.len()).await?;
     Ok(image)
 }
 
-/// Runs a step of an image that needs `working` bytes. An image that needs too much memory even alone is not shown. If
-/// requests without steps hold the memory, the answer is 503, and the client may retry.
+/// Runs a step of an image that needs `working` bytes, of which the permit keeps `kept`. An image that needs too much
+/// memory even alone is not shown. If other requests hold the memory and run no step, or run steps for 30 s, the answer is
+/// 503, and the client may retry.
 async fn image_step<T: Send + 'static>(
-    permit: &MemoryPermit,
+    permit: &mut MemoryPermit,
     working: usize,
     step: impl FnOnce() -> Result<T, ImageError> + Send + 'static,
+    kept: impl FnOnce(&T) -> usize + Send + 'static,
 ) -> Result<Result<T, NotShown>, ApiError> {
-    match permit.run(working, step).await {
+    let kept = |output: &Result<T, ImageError>| output.as_ref().map_or(0, kept);
+    match permit.run_and_keep(working, step, kept).await {
         Err(error) if error.status == 413 => Ok(Err(too_much_memory(working))),
         output => Ok(output?.map_err(|error| error.to_string())),
     }

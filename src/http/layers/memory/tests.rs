@@ -130,25 +130,38 @@ async fn step_waits_for_limited_time() {
     Arc::get_mut(&mut memory).unwrap().entrance = Entrance::new(Duration::from_millis(100));
     memory.set_plan((64 * MIB + 2 * STEP_BYTES) as u64);
     let (release, mut running) = running_step(&memory, 40 * MIB).await;
-    let mut other = memory.permit();
-    let (step, growth) = timeout(Duration::from_secs(60), async {
-        // Memory that is freed all the time wakes those that wait.
-        let frees = async {
-            loop {
-                drop(memory.permit().reserve(MIB));
-                sleep(Duration::from_millis(1)).await;
-            }
-        };
-        tokio::select! {
-            refused = async { (memory.permit().run(40 * MIB, || ()).await, other.grow_patiently(40 * MIB).await) } => refused,
-            () = frees => unreachable!("it never ends"),
-        }
-    })
-    .await
-    .expect("the time is limited");
-    assert_eq!((step.unwrap_err().status.as_u16(), growth.unwrap_err().status.as_u16()), (503, 503));
+    let permit = memory.permit();
+    let refused = timeout(Duration::from_secs(60), permit.run(40 * MIB, || ())).await.expect("the time is limited");
+    assert_eq!(refused.unwrap_err().status, 503);
+    // Memory that was just freed gives no further time.
+    let deadline = Instant::now();
+    assert!(entrance::wait_before(deadline, std::future::ready(())).await.is_err());
     drop(release);
     running.join_next().await.unwrap().unwrap();
+}
+
+#[tokio::test]
+async fn empty_permit_wakes_no_request() {
+    let memory = memory(MIB);
+    let freed = memory.entrance.freed();
+    let began = Instant::now();
+    drop(memory.permit().reserve(0).unwrap());
+    freed.await;
+    assert!(began.elapsed() >= Duration::from_millis(200), "it was woken after {:?}", began.elapsed());
+}
+
+#[tokio::test]
+async fn kept_memory_of_step_stays_counted() {
+    let memory = memory(64 * MIB);
+    for (working, kept, expected) in [(20 * MIB, 3 * MIB, 3 * MIB), (MIB, MIB, MIB), (MIB, 2 * MIB, MIB), (MIB, 0, 0)] {
+        let mut permit = memory.permit();
+        permit.resize(1000).unwrap();
+        assert_eq!(permit.run_and_keep(working, || 7, move |_| kept).await.unwrap(), 7);
+        assert_eq!((permit.bytes(), memory.used()), (1000 + expected, 1000 + expected));
+        assert_eq!(*memory.working_steps.lock(), 0);
+        drop(permit);
+        assert_eq!((memory.used(), memory.gauge.get()), (0, 0));
+    }
 }
 
 #[tokio::test]
