@@ -180,11 +180,11 @@ impl Download {
 }
 
 impl ImageBody {
-    /// Number of bytes that the next read takes: all of a body whose length is known, and one more to see its end. The
-    /// second piece is the rest of the limit, so that a download waits for memory at most while it holds one small piece.
+    /// Number of bytes that the next read takes: all of a body whose length is known, and one more to see its end. Each
+    /// further piece doubles the size, so that a download seldom waits for memory while it holds some.
     fn piece(&self) -> usize {
         let max = ImageProcessor::MAX_ENCODED_BYTES;
-        if self.image.is_empty() { self.declared.clamp(PIECE, max) + 1 } else { max + 1 - self.image.len() }
+        (self.declared.clamp(PIECE, max) + 1).max(self.image.len()).min(max + 1 - self.image.len())
     }
 
     /// Reads the next piece. Blocks. Reads at most one byte more than the limit, also of a body that is compressed
