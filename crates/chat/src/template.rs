@@ -104,9 +104,9 @@ impl Template {
         Ok(Self { env, special_tokens, info })
     }
 
-    /// True if the source of the template contains `text`.
+    /// True if each source of the template contains `text`.
     pub fn contains(&self, text: &str) -> bool {
-        self.env.templates().any(|(_, template)| template.source().contains(text))
+        self.env.templates().all(|(_, template)| template.source().contains(text))
     }
 
     /// The same template with `new` in place of `old` in its source.

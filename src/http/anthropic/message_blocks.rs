@@ -44,12 +44,13 @@ pub fn push(messages: &mut Vec<Message<ImagePart>>, message: &Value, at: &str, i
         content => content,
     };
     match (role, content) {
+        // The message only configures the answer.
+        (Role::System, Value::String(text)) if text.is_empty() => {}
+        (Role::System, Value::Null) if !is_new || message["output_config"].is_object() => {}
         (_, Value::String(text)) => messages.push(Message::new(role, text.clone())),
         (Role::User, Value::Array(blocks)) => push_user(messages, blocks, &at, is_new)?,
         (Role::Assistant, Value::Array(blocks)) => push_assistant(messages, blocks, &at)?,
         (_, Value::Array(blocks)) => push_system(messages, blocks, &at)?,
-        // The message only configures the answer.
-        (Role::System, Value::Null) if !is_new || message["output_config"].is_object() => {}
         (_, other) if !is_new => messages.push(Message::new(role, BLOCKS.text(other, &at, false)?)),
         _ => return Err(ApiError::wrong_type(at, "must be a string or an array of blocks.")),
     }
@@ -77,7 +78,9 @@ fn push_user(messages: &mut Vec<Message<ImagePart>>, blocks: &[Value], at: &str,
 fn push_system(messages: &mut Vec<Message<ImagePart>>, blocks: &[Value], at: &str) -> Result<(), ApiError> {
     let mut content = Content::default();
     for (index, block) in blocks.iter().enumerate() {
-        match (block["type"].as_str(), block["tool"]["name"].as_str()) {
+        let tool = &block["tool"];
+        let is_client_tool = tool["type"].is_null() || tool["type"] == "tool_reference";
+        match (block["type"].as_str(), tool["name"].as_str().filter(|_| is_client_tool)) {
             (Some("tool_addition"), Some(name)) => content.parts.push(Part::Tool(name.to_owned())),
             (Some("tool_removal"), Some(name)) => {
                 let text = format!("[The tool `{}` was removed. Do not call it]", quote(name));

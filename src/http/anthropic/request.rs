@@ -373,7 +373,12 @@ mod tests {
             (change("tool_addition", definition), Some("[A block of type `tool_addition` is not shown")),
             (change("odd", Value::Null), Some("[A block of type `odd` is not shown")),
             (system(json!([image])), Some("[image not shown")),
+            (
+                change("tool_removal", json!({"type": "mcp_tool_reference", "name": "f"})),
+                Some("[A block of type `tool_removal`"),
+            ),
             (system(json!([])), None),
+            (system(json!("")), None),
             (effort, None),
         ] {
             for head in [

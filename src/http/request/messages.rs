@@ -4,7 +4,7 @@
 //! role `developer` becomes `system`, the older name of the role.
 //!
 //! Templates accept one system message, at the start. System messages that directly follow the first system message are
-//! joined to it. A later system message becomes a user message. Templates also require a user message. Without one, the
+//! joined to it, unless they define a tool. A later system message becomes a user message. Templates also require a user message. Without one, the
 //! system message becomes the user's.
 //!
 //! Malformed fields of earlier messages are never an error, because an error would repeat with every later turn.

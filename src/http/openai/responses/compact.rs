@@ -26,7 +26,8 @@ const REQUEST: &str = "Summarize this conversation for the assistant that will c
 
 pub async fn compact(server: Generator, body: Body) -> Result<Response, ApiError> {
     let (mut request, history, mut input, permit) = request::read(&server.state, body).await?;
-    let kept: Vec<Value> = history.iter().chain(&input).filter(|item| item["role"] == "user").cloned().collect();
+    let is_user = |item: &&Value| item["role"] == "user" && (item["type"].is_null() || item["type"] == "message");
+    let kept: Vec<Value> = history.iter().chain(&input).filter(is_user).cloned().collect();
     input.push(json!({"role": "user", "content": REQUEST}));
     // The prompt keeps the tools, so that the cached beginning of the prompt is used, but the answer must be text.
     request.answer_as_text();
