@@ -226,9 +226,14 @@ export const tests = {
     const folder = path.join(downloads, String(page.width));
     fs.rmSync(folder, { recursive: true, force: true });
     const session = await page.createCDPSession();
-    await session.send("Browser.setDownloadBehavior", { behavior: "allow", downloadPath: folder, browserContextId: page.context.id });
+    // The file exists before it is complete.
+    const [names, complete] = [new Map(), new Set()];
+    session.on("Browser.downloadWillBegin", ({ guid, suggestedFilename }) => names.set(guid, suggestedFilename));
+    session.on("Browser.downloadProgress", ({ guid, state }) => { if (state === "completed") complete.add(names.get(guid)); });
+    const behavior = { behavior: "allow", downloadPath: folder, browserContextId: page.context.id, eventsEnabled: true };
+    await session.send("Browser.setDownloadBehavior", behavior);
     const read = async name => {
-      await eventually(() => fs.existsSync(path.join(folder, name)), name);
+      await eventually(() => complete.has(name), name);
       return fs.readFileSync(path.join(folder, name), "utf8");
     };
     await openList(page);
