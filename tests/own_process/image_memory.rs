@@ -48,7 +48,8 @@ fn jpeg((marker, sampling, scanned, orientation): Kind, [width, height]: [u16; 2
         // The first scan of a progressive image has one bit for each block. More bytes than necessary end the other images.
         let [across, down] =
             [sampling.iter().map(|s| s >> 4).max(), sampling.iter().map(|s| s & 15).max()].map(Option::unwrap);
-        let groups = usize::from(width.div_ceil(8 * u16::from(across)) * height.div_ceil(8 * u16::from(down)));
+        let groups_of = |side: u16, factor: u8| usize::from(side).div_ceil(8 * usize::from(factor));
+        let groups = groups_of(width, across) * groups_of(height, down);
         let blocks = groups * sampling.iter().map(|s| usize::from((s >> 4) * (s & 15))).sum::<usize>();
         file.extend(vec![0; if is_progressive { blocks.div_ceil(8) } else { blocks }]);
     }
