@@ -187,7 +187,7 @@ const ATTACKS: [Attack; 8] = [
         for status in send_concurrently(server, 8, "/v1/chat/completions", &nested) {
             assert!([400, 503].contains(&status), "{status}");
         }
-        let arguments = serde_json::json!(format!(r#"{{"a": [{}0]}}"#, "[[[0]]],".repeat(16_000)));
+        let arguments = serde_json::json!(format!(r#"{{"a": [{}0]}}"#, "[[[0]]],".repeat(10_000)));
         let called = format!(
             r#"{{"messages": [{{"role": "assistant", "tool_calls": [{{"function": {{"name": "f", "arguments": {arguments}}}}}]}},
                 {{"role": "user", "content": "a"}}]}}"#
