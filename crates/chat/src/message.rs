@@ -25,8 +25,8 @@ pub struct Message<I> {
     pub role: Role,
     /// `None` if the message has no content, or null.
     pub content: Option<Content<I>>,
-    /// Name of the field with the assistant's reasoning, and the text.
-    pub reasoning: Option<(&'static str, String)>,
+    /// The assistant's reasoning, which is not empty.
+    pub reasoning: Option<String>,
     pub calls: Vec<ToolCall>,
     /// Other fields, which templates may read. A field above may be here, too, if the client sent it: its value does not
     /// count, but its place in the order does.
@@ -81,7 +81,7 @@ impl<I> Message<I> {
 
     /// A message of the assistant. Empty reasoning is left out.
     pub fn assistant(content: String, reasoning: String, calls: Vec<ToolCall>) -> Self {
-        let reasoning = Some((REASONING[0], reasoning)).filter(|(_, text)| !text.is_empty());
+        let reasoning = Some(reasoning).filter(|text| !text.is_empty());
         Self { reasoning, calls, ..Self::new(Role::Assistant, content) }
     }
 
@@ -95,7 +95,7 @@ impl<I> Message<I> {
     /// first reasoning that is not empty counts.
     pub fn from_fields(role: Role, content: Option<Content<I>>, mut fields: Map<String, Value>) -> Self {
         let reasoning = REASONING.into_iter().find_map(|name| match fields.get_mut(name)? {
-            Value::String(text) if !text.is_empty() => Some((REASONING[0], mem::take(text))),
+            Value::String(text) if !text.is_empty() => Some(mem::take(text)),
             _ => None,
         });
         if reasoning.is_some() {
@@ -165,17 +165,18 @@ impl<I> From<String> for Content<I> {
 impl<I> Serialize for Message<I> {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let Self { role, content, reasoning, calls, extra } = self;
-        let typed =
-            ["role", "content"].into_iter().chain(reasoning.as_ref().map(|(name, _)| *name)).chain(["tool_calls"]);
+        let typed = ["role", "content", REASONING[0], "tool_calls"].into_iter();
         let missing = typed.filter(|name| !extra.contains_key(*name));
         let mut fields = serializer.serialize_map(None)?;
         for name in extra.keys().map(String::as_str).chain(missing) {
-            match (name, reasoning, extra.get(name)) {
-                ("role", ..) => fields.serialize_entry(name, role)?,
-                ("content", ..) if content.is_some() => fields.serialize_entry(name, content)?,
-                ("tool_calls", ..) if !calls.is_empty() => fields.serialize_entry(name, calls)?,
-                (_, Some((known, text)), _) if name == *known => fields.serialize_entry(name, text)?,
-                (_, _, Some(value)) => fields.serialize_entry(name, value)?,
+            match (name, extra.get(name)) {
+                ("role", _) => fields.serialize_entry(name, role)?,
+                ("content", _) if content.is_some() => fields.serialize_entry(name, content)?,
+                ("tool_calls", _) if !calls.is_empty() => fields.serialize_entry(name, calls)?,
+                (known, _) if known == REASONING[0] && reasoning.is_some() => {
+                    fields.serialize_entry(name, reasoning)?
+                }
+                (_, Some(value)) => fields.serialize_entry(name, value)?,
                 _ => {}
             }
         }
@@ -241,7 +242,7 @@ mod tests {
         let mut message =
             read(json!({"content": [1], "name": "n", "thinking": "t", "role": "developer", "tool_calls": [1]}));
         message.content = Some(Content::from("c".to_owned()));
-        message.reasoning.as_mut().unwrap().1.push('!');
+        message.reasoning.as_mut().unwrap().push('!');
         message.calls.push(ToolCall(json!(2)));
         let expected =
             json!({"content": "c", "name": "n", "role": "assistant", "tool_calls": [1, 2], "reasoning_content": "t!"});

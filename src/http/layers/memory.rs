@@ -515,7 +515,7 @@ pub fn message_bytes<I>(message: &Message<I>) -> usize {
         Part::Image(_) => 0,
     };
     let text = content.iter().flat_map(|content| &content.parts).map(part).sum::<usize>()
-        + reasoning.as_ref().map_or(0, |(_, text)| text.len());
+        + reasoning.as_ref().map_or(0, String::len);
     let extra: usize = extra.iter().map(|field| field_bytes(field, JSON_VALUE_BYTES, RENDER_FACTOR)).sum();
     let calls: usize = calls.iter().map(call_bytes).sum();
     nodes * JSON_VALUE_BYTES + RENDER_FACTOR * text + calls + extra

@@ -257,7 +257,7 @@ mod tests {
             {"role": "tool", "content": "1", "tool_name": "f"},
         ]}));
         let PromptInput::Chat(prompt) = request.unwrap().unwrap().prompt else { panic!("a chat") };
-        assert_eq!(prompt.messages[1].reasoning, Some(("reasoning_content", "hm".to_owned())));
+        assert_eq!(prompt.messages[1].reasoning, Some("hm".to_owned()));
         assert_eq!(prompt.messages[1].calls[0].0["function"], call["function"]);
         assert_eq!(prompt.messages[2].role, Role::Tool);
         assert_eq!(prompt.kwargs["enable_thinking"], true);

@@ -55,10 +55,10 @@ impl EndMarker {
             return Err(ApiError::unsupported("messages", "A message with images cannot be continued."));
         };
         let text = format!("mark-{}", unique_id());
-        let reasoning = last.reasoning.as_mut().filter(|(_, text)| written.is_empty() && !text.is_empty());
+        let reasoning = last.reasoning.as_mut().filter(|_| written.is_empty());
         let in_reasoning = reasoning.is_some();
         match reasoning {
-            Some((_, reasoning)) => reasoning.push_str(&text),
+            Some(reasoning) => reasoning.push_str(&text),
             None => last.content.get_or_insert_default().push_text(text.clone(), ""),
         }
         Ok(Self { text, in_reasoning })
