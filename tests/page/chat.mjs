@@ -1,4 +1,4 @@
-// The chat: every feature with scripted answers, at a phone's and at a desktop's width.
+// The chat: every feature with scripted answers.
 import assert from "node:assert/strict";
 import fs from "node:fs";
 import path from "node:path";

@@ -12,7 +12,8 @@ import * as server from "./server.mjs";
 import * as speed from "./speed.mjs";
 
 const [executable, upstream, upstreamWithKey, key, downloads, filter = ""] = process.argv.slice(2);
-// Firefox runs them at one width. Puppeteer cannot measure its CPU time or choose its colour scheme.
+// Chromium has the width of a phone and Firefox that of a desktop, if a suite does not name its widths. Puppeteer cannot
+// measure Firefox's CPU time or choose its colour scheme.
 const [suites, onlyWidth] = isFirefox(executable) ? [{ chat, keeping, connection, panels, markdown, attacks, server }, 1280] : [{ chat, keeping, connection, panels, markdown, attacks, layout, server, speed }];
 // These tests measure the processor.
 if (isSlow("processor")) delete suites.speed;
@@ -43,7 +44,7 @@ async function run(name, test, width) {
 }
 
 try {
-  for (const [suite, { tests, widths = [360, 1280] }] of Object.entries(suites)) {
+  for (const [suite, { tests, widths = [360] }] of Object.entries(suites)) {
     for (const [name, test] of Object.entries(tests)) {
       if (`${suite}::${name}`.includes(filter)) for (const width of onlyWidth ? [onlyWidth] : widths) await run(`${suite}::${name}`, test, width);
     }
