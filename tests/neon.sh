@@ -1,6 +1,9 @@
 #!/usr/bin/env bash
-# Tests the NEON kernels on a machine without Arm, built for aarch64 Linux and run by qemu: the tests of `ops` and whole
-# models on a processor with `sdot`, and the products on a processor without. Emulation checks bytes, not speed.
+# Tests the NEON kernels on a machine without Arm, built for aarch64 Linux and run by qemu: the tests of `ops` on a
+# processor with `sdot`, and the products on a processor without. Emulation checks bytes, not speed.
+#
+#   tests/neon.sh            the kernels
+#   tests/neon.sh --models   whole models, too: their logits are compared with those of transformers
 #
 # Needs, but does not install, `rustup target add aarch64-unknown-linux-gnu`, aarch64-linux-gnu-gcc with its C library
 # (Debian: gcc-aarch64-linux-gnu libc6-dev-arm64-cross) and qemu-aarch64-static or qemu-aarch64 (qemu-user-static).
@@ -32,6 +35,8 @@ for crate in $(sed -n 's/^\([a-z0-9_-]*\) = { opt-level = 3.*}$/\1/p' Cargo.toml
   fast_build+=(--config "profile.release.package.$crate.opt-level=$level")
 done
 fast_build+=(--config profile.release.package.moestro-compute.codegen-units=16)
+# A folder of its own, so that no other cargo waits while this one compiles.
+export CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-target}/neon
 # Without `.cargo/rustc-for-tests`, which would choose other levels.
 export RUSTC_WORKSPACE_WRAPPER=
 run() {
@@ -41,10 +46,9 @@ run() {
 }
 
 # `max` has sdot, `cortex-a53` does not. A test prints the kernels it found, so that neither is skipped silently. On
-# `max`, the tests of `ops` compare all kernels, also those without sdot. Only products use sdot. `image_tests` runs whole
-# models and compares their logits with those of transformers.
+# `max`, the tests of `ops` compare all kernels, also those without sdot. Only products use sdot.
 run max -p moestro-compute --lib -- ops:: --nocapture | tee >(cat >&2) | grep 'kernels: .*Dotprod' >/dev/null
 run cortex-a53 -p moestro-compute --lib -- ops::simd:: ops::linear:: ops::check:: --nocapture | tee >(cat >&2) |
   grep 'kernels: \[Scalar, Neon\]' >/dev/null
-run max -p moestro-model --lib -- model::image_tests::
+[ "${1:-}" != --models ] || run max -p moestro-model --lib -- model::image_tests::
 printf '\n%s s\n' "$SECONDS"
