@@ -3,7 +3,7 @@
 # processor with `sdot`, and the products on a processor without. Emulation checks bytes, not speed.
 #
 #   tests/neon.sh            the kernels
-#   tests/neon.sh --models   whole models, too: their logits are compared with those of transformers
+#   tests/neon.sh --models   whole models, too: some logits are compared with those of transformers
 #
 # Needs, but does not install, `rustup target add aarch64-unknown-linux-gnu`, aarch64-linux-gnu-gcc with its C library
 # (Debian: gcc-aarch64-linux-gnu libc6-dev-arm64-cross) and qemu-aarch64-static or qemu-aarch64 (qemu-user-static).
@@ -21,6 +21,8 @@ if [ ${#missing[@]} -gt 0 ]; then
   printf 'neon.sh: missing: %s\n' "${missing[@]}" >&2
   exit 2
 fi
+
+case ${1:-} in '' | --models) ;; *) sed -n '2,/^set/s/^# \{0,1\}//p' "$0" >&2 && exit 2 ;; esac
 
 export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc CC_aarch64_unknown_linux_gnu=aarch64-linux-gnu-gcc
 # Only moestro-compute is hot in the tests below. At level 1 the emulated tests take several times as long, and at level 0

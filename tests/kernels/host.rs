@@ -1,6 +1,6 @@
 //! The kernels as a separate program, built by the system's C++ compiler. The program receives launches through a pipe.
 //! `kernels/host/main.cpp` defines the protocol. With `MOESTRO_SANITIZE` set, the tests of single kernels run with
-//! AddressSanitizer and UndefinedBehaviorSanitizer. These quadruple the time of compiling and of running.
+//! AddressSanitizer and UndefinedBehaviorSanitizer. The sanitizers quadruple the time of compiling and of running.
 
 use crate::record;
 use moestro_compute::device::{BufferAccess, Launch, Region};

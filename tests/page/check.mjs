@@ -12,8 +12,8 @@ import * as server from "./server.mjs";
 import * as speed from "./speed.mjs";
 
 const [executable, upstream, upstreamWithKey, key, downloads, filter = ""] = process.argv.slice(2);
-// Chromium has the width of a phone and Firefox that of a desktop, if a suite does not name its widths. Puppeteer cannot
-// measure Firefox's CPU time or choose its colour scheme.
+// Chromium has the width of a phone if a suite does not name its widths. Firefox has that of a desktop. It lacks two
+// suites, because Puppeteer cannot measure its CPU time or choose its colour scheme.
 const [suites, onlyWidth] = isFirefox(executable) ? [{ chat, keeping, connection, panels, markdown, attacks, server }, 1280] : [{ chat, keeping, connection, panels, markdown, attacks, layout, server, speed }];
 // These tests measure the processor.
 if (isSlow("processor")) delete suites.speed;
