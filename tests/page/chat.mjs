@@ -1,4 +1,4 @@
-// The chat: every feature with scripted answers.
+// The chat: every feature with scripted answers, at a phone's and at a desktop's width.
 import assert from "node:assert/strict";
 import fs from "node:fs";
 import path from "node:path";

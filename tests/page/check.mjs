@@ -12,8 +12,7 @@ import * as server from "./server.mjs";
 import * as speed from "./speed.mjs";
 
 const [executable, upstream, upstreamWithKey, key, downloads, filter = ""] = process.argv.slice(2);
-// Chromium has the width of a phone if a suite does not name its widths. Firefox has that of a desktop. It lacks two
-// suites, because Puppeteer cannot measure its CPU time or choose its colour scheme.
+// Firefox runs them at one width. Puppeteer cannot measure its CPU time or choose its colour scheme.
 const [suites, onlyWidth] = isFirefox(executable) ? [{ chat, keeping, connection, panels, markdown, attacks, server }, 1280] : [{ chat, keeping, connection, panels, markdown, attacks, layout, server, speed }];
 // These tests measure the processor.
 if (isSlow("processor")) delete suites.speed;
@@ -44,7 +43,7 @@ async function run(name, test, width) {
 }
 
 try {
-  for (const [suite, { tests, widths = [360] }] of Object.entries(suites)) {
+  for (const [suite, { tests, widths = [360, 1280] }] of Object.entries(suites)) {
     for (const [name, test] of Object.entries(tests)) {
       if (`${suite}::${name}`.includes(filter)) for (const width of onlyWidth ? [onlyWidth] : widths) await run(`${suite}::${name}`, test, width);
     }

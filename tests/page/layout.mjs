@@ -2,8 +2,6 @@
 import assert from "node:assert/strict";
 import axe from "axe-core";
 
-export const widths = [360, 1280];
-
 const RICH = "# Heading\n\nText with `code`, **bold** and a [link](https://example.com).\n\n> A quote\n\n- item\n  1. nested\n\n| a | b |\n|---|---|\n| " + "wide ".repeat(60) + " | 2 |\n\n```python\nprint('" + "x".repeat(200) + "')\n```\n\n$$\\sum_{i=1}^{n} \\frac{" + "a+".repeat(80) + "b}{2}$$\n\n" + "unbroken".repeat(60);
 
 async function fill(page, proxy) {
