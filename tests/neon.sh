@@ -37,7 +37,7 @@ for crate in $(sed -n 's/^\([a-z0-9_-]*\) = { opt-level = 3.*}$/\1/p' Cargo.toml
   fast_build+=(--config "profile.release.package.$crate.opt-level=$level")
 done
 fast_build+=(--config profile.release.package.moestro-compute.codegen-units=16)
-# A folder of its own, so that no other cargo waits while this one compiles.
+# In a separate folder, so that no other cargo waits while this one compiles.
 export CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-target}/neon
 # Without `.cargo/rustc-for-tests`, which would choose other levels.
 export RUSTC_WORKSPACE_WRAPPER=

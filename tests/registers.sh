@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Compiles the kernels as for an NVIDIA GPU, and compares their registers and spills with benches/results/registers.csv:
-# tests/registers.sh. Installs NVRTC in target/nvrtc. Needs about a minute and no GPU.
+# tests/registers.sh. Installs NVRTC in target/nvrtc. Takes about a minute after compiling, and needs no GPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash tests/venv.sh target/nvrtc tests/nvrtc.txt

@@ -118,7 +118,7 @@ impl<I> Message<I> {
         self.parts().filter_map(|part| if let Part::Tool(name) = part { Some(&**name) } else { None })
     }
 
-    /// Replaces each tool by the text that `define` returns for its name, on lines of its own.
+    /// Replaces each tool by the text that `define` returns for its name, on separate lines.
     pub fn define_tools(&mut self, mut define: impl FnMut(&str) -> String) {
         let Some(content) = &mut self.content else { return };
         for part in mem::take(&mut content.parts) {
